@@ -1,45 +1,10 @@
-"""Checks of texts, token ids and arguments, before a tokenizer sees them."""
+"""Checks of texts and token ids, before a tokenizer sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jaxserve.errors import InvalidRequestError, shorten
-
-_LISTS = "ids are lists of int; make an array of them yourself"
-_LENGTHS = "nothing is padded or cut here; SamplingParams(truncate_prompt_tokens=N) keeps the end of a prompt"
-# Arguments that scripts pass to transformers' tokenizers: the accepted values, and the hint in the error for others.
-_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "clean_up_tokenization_spaces": ((None, False), "text stays as the tokens spell it"),
-    "documents": ((None,), "put documents into messages"),
-    "max_length": ((None,), _LENGTHS),
-    "padding": ((None, False, "do_not_pad"), _LENGTHS),
-    "return_tensors": ((None,), _LISTS),
-    "text_pair": ((None,), "give one text, or a list of texts"),
-    "truncation": ((None, False, "do_not_truncate"), _LENGTHS),
-}
-
-
-def refuse_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments without those of transformers that have no effect here.
-
-    Raises:
-        InvalidRequestError: an argument of transformers has a value that would change something.
-    """
-    for name in given.keys() & _ARGUMENTS.keys():
-        harmless, hint = _ARGUMENTS[name]
-        if not any(given[name] is value or given[name] == value for value in harmless):
-            message = f"only {' or '.join(map(repr, harmless))} is accepted, got {shorten(given[name])}: {hint}"
-            raise InvalidRequestError(message, field=name, value=given[name])
-    return {name: value for name, value in given.items() if name not in _ARGUMENTS}
-
-
-def refuse_all_arguments(given: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError for any argument but those of transformers at values that change nothing."""
-    for name, value in refuse_arguments(given).items():
-        message = f"not an argument here; of transformers' others, {', '.join(_ARGUMENTS)} may be given unset"
-        raise InvalidRequestError(message, field=name, value=value)
 
 
 def require_text(text: object, field: str) -> str:

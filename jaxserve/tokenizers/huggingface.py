@@ -20,7 +20,8 @@ from jaxserve.tokenizers.files import (
     read_text,
 )
 from jaxserve.tokenizers.stream import DetokenizerStream, PieceTable, open_stream
-from jaxserve.tokenizers.tokenizer import Tokenizer, compile_special_pattern
+from jaxserve.tokenizers.tokenizer import compile_special_pattern
+from jaxserve.tokenizers.transformers_names import TransformersTokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -90,7 +91,7 @@ def _refuse_ids(reason: str) -> InvalidRequestError:
 
 
 @final
-class HuggingFaceTokenizer(Tokenizer):
+class HuggingFaceTokenizer(TransformersTokenizer):
     """A `Tokenizer` over the `tokenizers` library. Ids are those of transformers' fast tokenizer for the same files.
 
     An escaped special token splits a text: blanks that adjacent special tokens would absorb (`rstrip`) then stay.
@@ -114,9 +115,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if "bos_token" not in self.named_tokens and len(self._prefix) == 1:  # a tokenizer.json without the other files
             self.named_tokens["bos_token"] = library.id_to_token(self._prefix[0])
         self.bos_token_id = self._find_named("bos_token")
-        eos = self.eos_token_id
+        eos = self._find_named("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *metadata.eos_token_ids]))
-        self._never_from_text = self.special_ids - {self.unk_token_id}
+        self._never_from_text = self.special_ids - {self._find_named("unk_token")}
         self._decoder = json.loads(library.decoder.__getstate__()) if library.decoder is not None else None
         texts = map(library.id_to_token, range(self.vocab_size))
         added = {token_id: token.content for token_id, token in library.get_added_tokens_decoder().items()}
@@ -183,7 +184,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids + self._encode_plain(text[start:].replace(escape, ""))
 
     def get_vocab(self) -> dict[str, int]:
-        """See `Tokenizer.get_vocab`."""
+        """See `TransformersTokenizer.get_vocab`."""
         return self._with_special.get_vocab(with_added_tokens=True)
 
     def _find_id(self, token: str) -> int | None:

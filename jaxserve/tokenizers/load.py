@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxserve.errors import TokenizerError
-from jaxserve.tokenizers.tokenizer import Tokenizer
+from jaxserve.tokenizers.transformers_names import TransformersTokenizer
 
 _WHAT_WORKS = "a tokenizer.json, or one sentencepiece .model file (tokenizer.model)"
 _TIKTOKEN = "tiktoken.model"
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path) -> TransformersTokenizer:
     """Returns the tokenizer of a checkpoint.
 
     Args:

@@ -24,7 +24,8 @@ from jaxserve.tokenizers.stream import (
     open_stream,
     trim_space,
 )
-from jaxserve.tokenizers.tokenizer import Tokenizer, compile_special_pattern
+from jaxserve.tokenizers.tokenizer import compile_special_pattern
+from jaxserve.tokenizers.transformers_names import TransformersTokenizer
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -56,7 +57,7 @@ def load_sentencepiece(path: Path) -> SentencePieceTokenizer:
 
 
 @final
-class SentencePieceTokenizer(Tokenizer):
+class SentencePieceTokenizer(TransformersTokenizer):
     """A `Tokenizer` over the sentencepiece library. Adds BOS unless `add_bos_token` is false, as Llama 2 does.
 
     Text after a special token is encoded as a continuation, or with `legacy` in tokenizer_config.json as a new text,
@@ -84,7 +85,7 @@ class SentencePieceTokenizer(Tokenizer):
         }
         self._found_pattern = compile_special_pattern(self._found_in_text)
         self.bos_token_id = self._find_named("bos_token")
-        eos = self.eos_token_id
+        eos = self._find_named("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *metadata.eos_token_ids]))
         add_bos = metadata.add_bos is not False and self.bos_token_id is not None
         self._prefix = [self.bos_token_id] if add_bos else []
@@ -160,7 +161,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self.special_tokens[text] if entry is None else entry.token_id
 
     def get_vocab(self) -> dict[str, int]:
-        """See `Tokenizer.get_vocab`."""
+        """See `TransformersTokenizer.get_vocab`."""
         ids = list(range(self._model_size))
         own = dict(zip(self._at_start.id_to_piece(ids), ids, strict=True))
         return own | {text: entry.token_id for text, entry in self._added.items()}

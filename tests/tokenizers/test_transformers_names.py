@@ -17,6 +17,7 @@ from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizers import Tokenizer, load_tokenizer
 from jaxserve.tokenizers.chat import encode_chat
+from jaxserve.tokenizers.transformers_names import TransformersTokenizer
 from tests.tokenizers import builders
 
 KINDS = ("llama3", "llama2", "sentencepiece")
@@ -190,7 +191,7 @@ def check_vocabulary(tokenizer: Tokenizer, expected: dict[str, int]) -> None:
 
 
 def test_defaults_are_those_of_transformers() -> None:
-    found = inspect.signature(Tokenizer.apply_chat_template).parameters
+    found = inspect.signature(TransformersTokenizer.apply_chat_template).parameters
     assert (found["tokenize"].default, found["add_generation_prompt"].default) == (True, False)
-    assert inspect.signature(Tokenizer.decode).parameters["skip_special_tokens"].default is False
-    assert inspect.signature(Tokenizer.encode).parameters["add_special_tokens"].default is True
+    assert inspect.signature(TransformersTokenizer.decode).parameters["skip_special_tokens"].default is False
+    assert inspect.signature(TransformersTokenizer.encode).parameters["add_special_tokens"].default is True
