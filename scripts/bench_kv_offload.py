@@ -31,7 +31,6 @@ from jaxserve.sampling_params import OutputKind
 from jaxserve.scheduler import Scheduler, SchedulerLimits, StepPlan
 
 _FLOPS, _BYTES, _RATE, _BANDWIDTH = 16e9, 16e9, 500e12, 3.8e12  # an 8B model in bf16: per token, weights; one H200
-_GIB = 2**30
 
 
 class PacedRunner:

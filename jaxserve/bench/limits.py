@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _COPY_BYTES = {"cpu": 64 * 2**20, "gpu": 4 * 2**30, "tpu": 2**30}
 _MATMUL_SIZE = {"cpu": 512, "gpu": 8192, "tpu": 8192}
-MANY_TOKENS = 10**6  # which go to all experts
 
 
 @dataclass(frozen=True)
