@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.backends import find_backend, resolve_impl
 from pallas_kernels.spec import AttnShape, BatchMeta
-from pallas_kernels.trees import check_ancestors
 from pallas_kernels.worklist import StepRows
 
 
@@ -24,7 +23,6 @@ def prepare_batch(
     max_query_len: int | None,
     impl: str | None = None,
     config: Any = None,
-    ancestors: jax.Array | None = None,  # [T, 2] u32
 ) -> BatchMeta:
     """The batch for all layers of `shape`, once per step and inside jit.
 
@@ -39,9 +37,6 @@ def prepare_batch(
         max_query_len: most tokens of any row (1: a decode bucket); None if unknown.
         impl: the implementation; None for the best one on the device that is traced for.
         config: its tuning; None for the device's table, else the formula.
-        ancestors: with `shape.tree`, which of its row's new tokens each token sees: bit j for the j-th, itself
-            included, in two words, the low one first. A row has at most 64; the GPU kernels take as many as fit
-            decode, 64 by the query heads that share a KV head. `positions` stay places in the row, not depths.
 
     Raises:
         ValueError: shapes do not fit each other, or the implementation cannot do `shape`.
@@ -54,7 +49,6 @@ def prepare_batch(
         )
     if max_query_len is not None and max_query_len < 1:
         raise ValueError(f"max_query_len must be at least 1 or None, got {max_query_len}")
-    check_ancestors(ancestors, num_tokens, max_query_len, tree=shape.tree)
     name, _ = resolve_impl(impl, shape)
     backend = find_backend(name)
     obstacle = backend.module.find_obstacle(shape)  # with the layout that the pages have
@@ -84,7 +78,6 @@ def prepare_batch(
         seq_lens=seq_lens,
         query_start_loc=query_start_loc,
         distribution=distribution,
-        ancestors=ancestors,
         positions=positions,
         token_rows=token_rows,
         write_pages=write_pages,

@@ -69,15 +69,10 @@ class AttnShape:
     # Whether a query sees the keys up to its own. If not, it sees all `seq_lens` keys of its row: an encoder, or, over
     # stored pages, cross attention, whose rows may have more queries than keys.
     causal: bool = True
-    tree: bool = False  # of its row's new tokens, one sees those that `prepare_batch`'s `ancestors` name
 
     def __post_init__(self) -> None:
-        if self.window is not None and (self.tree or not self.causal):
-            raise ValueError(
-                f"AttnShape.window is for causal attention without trees; else it must be None, got {self.window}"
-            )
-        if self.tree and not self.causal:
-            raise ValueError("AttnShape.tree is for causal attention: tokens do not see later ones")
+        if self.window is not None and not self.causal:
+            raise ValueError(f"AttnShape.window is for causal attention; else it must be None, got {self.window}")
         if self.num_heads < 1 or self.num_heads % self.spec.num_kv_heads:
             raise ValueError(
                 f"AttnShape.num_heads must be a multiple of {self.spec.num_kv_heads} KV heads, got {self.num_heads}"
@@ -141,7 +136,6 @@ class BatchMeta:
     seq_lens: jax.Array  # [S] i32, tokens of the row including this step's; 0 for padding rows
     query_start_loc: jax.Array  # [S + 1] i32, where each row's new tokens begin in the step's
     distribution: jax.Array  # [3] i32, cumulative ends of (one-token, chunk, mixed) rows
-    ancestors: jax.Array | None  # [T, 2] u32, with AttnShape.tree: trees.py explains them
     # ------------------------------------------------------------------------------------------------------------
     positions: jax.Array  # [T] i32, each token's position in its row's text, if it is there; 0 for padding
     token_rows: jax.Array  # [T] i32, the token's row; the last one for padding

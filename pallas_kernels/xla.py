@@ -14,7 +14,6 @@ from jax import lax
 from pallas_kernels.layout import gather_heads, page_bytes
 from pallas_kernels.platform import traced_platform
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta, HeadParams, KVSpec
-from pallas_kernels.trees import see_ancestors
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles, list_token_tiles
 
 TILE_TOKENS = 32  # queries per tile of a chunk
@@ -117,9 +116,6 @@ def _attend_group(
     blocks = begins // block_tokens  # [W], first block of each tile
     num_blocks = jnp.max((ends + block_tokens - 1) // block_tokens - blocks)
     query_positions = group.query_positions  # [W, B]
-    if batch.ancestors is not None:
-        first = (batch.seq_lens - jnp.diff(batch.query_start_loc))[group.rows]  # [W], of the row's new tokens
-        words = batch.ancestors.at[group.starts[:, None] + jnp.arange(tile_tokens)].get(mode="clip")  # [W, B, 2]
 
     def run_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         columns = (blocks + index)[:, None] * block_pages + jnp.arange(block_pages, dtype=jnp.int32)  # [W, C]
@@ -131,8 +127,6 @@ def _attend_group(
         seen = is_key[:, None] & (key_positions[:, None] <= query_positions[:, :, None])  # [W, B, E]
         if params.window is not None:
             seen &= key_positions[:, None] > query_positions[:, :, None] - params.window
-        if batch.ancestors is not None:
-            seen &= see_ancestors(words, key_positions - first[:, None])
         seen = jnp.repeat(seen, group_size, axis=1)[:, None]  # [W, 1, B * G, E]
         scores = jnp.where(seen, _score(q, k.astype(dtype), layer), MASKED)
         return _mix(carry, scores, v.astype(dtype))

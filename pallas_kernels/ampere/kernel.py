@@ -7,7 +7,7 @@ meet once per tile, when it has arrived and the slot of the previous tile is fre
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -33,13 +33,11 @@ class AttentionKernel(TileRing):
         return "ampere_attention"
 
     def __call__(self, *refs: jax.Ref, **scratch: jax.Ref) -> None:
-        q_ref, pages, table, units, offset, *extra, outputs, logs = refs
-        tree, k_scale = (extra[0], extra[1:]) if self.has_tree else (None, extra)
+        q_ref, pages, table, units, offset, *k_scale, outputs, logs = refs
         scratch["q"], scratch["outputs"] = scratch.pop("q_then_outputs")
         first = self.read_unit(units, lax.axis_index("unit"))
 
         def run(unit: Unit) -> None:
-            unit = replace(unit, tree=None if tree is None else tree.at[unit.row])
             factor = self.params.scale * k_scale[0][unit.head] if self.has_k_scale else self.params.scale
             find_pages = partial(self.find_pages, span=unit, table=table, offset=offset[0], num_pages=pages.shape[0])
             ids = self.start(unit, q_ref, pages, find_pages, scratch)

@@ -10,7 +10,6 @@ from pallas_kernels.ampere.config import TileConfig
 from pallas_kernels.ampere.device import copies_by_tma
 from pallas_kernels.ampere.kernel import AttentionKernel
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.packing import pack_ancestors
 from pallas_kernels.mosaic_gpu.shapes import compute_dtype, is_narrow, round_up, stored_width
 from pallas_kernels.spec import AttnLayer, AttnParams, AttnShape, BatchMeta
 
@@ -22,7 +21,6 @@ def count_smem_bytes(shape: AttnShape, tile_tokens: int, stages: int) -> int:
         "stages": stages,
         "num_rows": 8,
         "max_queries": 1,
-        "has_tree": False,
         "num_blocks": None,
     }
     body = _make_body(shape, AttnParams(1.0), has_k_scale=False, interpret=False, **tiling)
@@ -50,7 +48,6 @@ def attend_units(
     num_kv_heads, num_rows, width = q.shape[1:]
     tiling = {"tile_tokens": config.tile_tokens, "stages": config.stages}
     tiling |= {"num_rows": num_rows, "max_queries": max_queries, "num_blocks": num_blocks}
-    tiling["has_tree"] = batch.ancestors is not None and max_queries > 1
     k_scale = layer.heads.k_scale
     body = _make_body(batch.shape, layer.params, has_k_scale=k_scale is not None, interpret=batch.interpret, **tiling)
     num_units, columns = units.shape[0], round_up(num_kv_heads * num_rows, ampere.TILE_ROWS)
@@ -70,8 +67,6 @@ def attend_units(
         kv_pages = jax.lax.bitcast_convert_type(kv_pages, ampere.NARROW)
     offset = jnp.asarray(layer.page_offset, jnp.int32).reshape(1)
     extra = [] if k_scale is None else [k_scale]
-    if body.has_tree:
-        extra.insert(0, pack_ancestors(batch, max_queries, ampere.TILE_ROWS))
     outputs, logs = run(q, kv_pages, batch.page_table, units, offset, *extra)
     logs = logs[:, :, :num_rows].reshape(num_units, -1)
     return outputs, jnp.pad(logs, ((0, 0), (0, columns - logs.shape[1])))

@@ -6,7 +6,6 @@ from pallas_kernels.ampere.config import AmpereConfig, TileConfig, UnitConfig
 from pallas_kernels.ampere.device import find_sm_bytes
 from pallas_kernels.ampere.launch import count_smem_bytes
 from pallas_kernels.mosaic_gpu.shapes import stored_width
-from pallas_kernels.mosaic_gpu.splits import check_tree
 from pallas_kernels.mosaic_gpu.units import UnitPlan, plan_units
 from pallas_kernels.platform import traced_core_count
 from pallas_kernels.spec import AttnShape
@@ -47,5 +46,4 @@ def find_config(shape: AttnShape, rows: StepRows) -> AmpereConfig:
 
 def plan_work(rows: StepRows, shape: AttnShape, config: AmpereConfig) -> UnitPlan:
     """Splits of the rows with few queries, tiles of the others."""
-    check_tree(rows, shape)
     return plan_units(rows, shape, config, tuning=config.decode, chunk_tile_tokens=config.prefill.tile_tokens)

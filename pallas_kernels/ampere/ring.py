@@ -29,7 +29,6 @@ class Unit:
     num_tiles: jax.Array
     length: jax.Array  # tokens of the row up to the unit's last query, or of the whole row
     begin: jax.Array  # position of its first query
-    tree: jax.Ref | None = None
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,6 @@ def find_obstacle(shape: AttnShape) -> str | None:
         return obstacle
     if spec.dtype not in DTYPES or shape.dtype not in DTYPES:
         return f"the CPU kernel is for {' and '.join(DTYPES)}, not for {shape.dtype} over pages of {spec.dtype}"
-    if shape.tree:
-        return "the CPU kernel has no masks for trees of drafts"
     if spec.layout != "plain":
         return f"the CPU kernel reads plain pages, not {spec.layout} ones"
     if spec.head_dim % LANES or spec.out_dim % LANES:

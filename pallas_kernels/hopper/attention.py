@@ -19,7 +19,7 @@ from pallas_kernels.layout import update_kv_pages
 from pallas_kernels.mosaic_gpu import shapes
 from pallas_kernels.mosaic_gpu.attend import attend_few
 from pallas_kernels.mosaic_gpu.shapes import choose_layout
-from pallas_kernels.mosaic_gpu.splits import SplitList, check_tree, fits, plan_splits
+from pallas_kernels.mosaic_gpu.splits import SplitList, fits, plan_splits
 from pallas_kernels.mosaic_gpu.units import UnitPlan
 from pallas_kernels.spec import AttnLayer, AttnShape, BatchMeta
 from pallas_kernels.tune import tune
@@ -83,7 +83,6 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: HopperConfig | None =
         decode.check_scores(config.decode, shape)
     if shape.spec.is_latent:
         return latents.plan_work(rows, shape, (config or default_config(shape)).decode)
-    check_tree(rows, shape)
     config = config or find_config(shape, rows)
     config = replace(config, decode=decode.fit_units(config.decode, shape))
     longest = rows.max_query_len

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import wgmma
 from pallas_kernels.hopper.decode_kernel import DecodeKernel
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.mosaic_gpu.packing import pack_ancestors
 from pallas_kernels.mosaic_gpu.shapes import compute_dtype, is_narrow, round_up, stored_width
 from pallas_kernels.mosaic_gpu.splits import QUERY_ROWS, SplitList
 from pallas_kernels.platform import traced_core_count
@@ -105,7 +104,6 @@ def attend_units(
         num_rows=num_rows,
         max_queries=work.max_queries,
         has_k_scale=k_scale is not None,
-        has_tree=batch.ancestors is not None and work.max_queries > 1,
         num_blocks=work.num_blocks,
         interpret=batch.interpret,
     )
@@ -126,8 +124,6 @@ def attend_units(
     )
     offset = jnp.asarray(layer.page_offset, jnp.int32).reshape(1)
     extra = [] if k_scale is None else [k_scale]
-    if body.has_tree:
-        extra.insert(0, pack_ancestors(batch, work.max_queries, QUERY_ROWS))
     if body.fp8_scores:
         # Rows without a query are copies of another row's, which the scale must not depend on.
         is_query = jnp.arange(num_rows) % work.max_queries < jnp.diff(batch.query_start_loc)[:, None]  # [S, R]
@@ -156,7 +152,6 @@ def _make_body(
     num_rows: int,
     max_queries: int,
     has_k_scale: bool,
-    has_tree: bool = False,
     num_blocks: int | None = None,
     interpret: bool,
 ) -> DecodeKernel:
@@ -169,7 +164,6 @@ def _make_body(
         dtype=compute_dtype(shape),
         page_dtype=jnp.dtype(shape.spec.dtype),
         has_k_scale=has_k_scale,
-        has_tree=has_tree,
         tile_tokens=config.tile_tokens,
         stages=config.stages,
         ctas_per_sm=config.ctas_per_sm,

@@ -39,9 +39,8 @@ class DecodeKernel(DecodeRing):
     def __call__(self, *refs: jax.Ref, **scratch: jax.Ref) -> None:
         await_earlier_kernel(interpret=self.interpret)
         launch_next_kernel(interpret=self.interpret)
-        q_ref, pages, table, units, offset, *extra, outputs, logs = refs
-        q_scale = extra.pop(0) if self.fp8_scores else None
-        tree, k_scale = (extra[0], extra[1:]) if self.has_tree else (None, extra)
+        q_ref, pages, table, units, offset, *k_scale, outputs, logs = refs
+        q_scale = k_scale.pop(0) if self.fp8_scores else None
         scratch["keys"], scratch["logs"] = scratch.pop("keys_then_logs")
         scratch["q"], scratch["answers"] = scratch.pop("q_then_answers")
         unit = self.read_unit(units, lax.axis_index("unit"))
@@ -60,7 +59,7 @@ class DecodeKernel(DecodeRing):
             compat.set_max_registers(_COMPUTE_REGISTERS[self.ctas_per_sm], action="increase")
 
             def run(unit: Unit) -> None:
-                self.compute(self.read_begin(unit, units, tree), (q_ref, q_scale), k_scale, outputs, logs, scratch)
+                self.compute(self.read_begin(unit, units), (q_ref, q_scale), k_scale, outputs, logs, scratch)
 
             self.for_units(unit, units, self.read_unit, run, scratch, reads=True)
 
@@ -82,13 +81,12 @@ class DecodeKernel(DecodeRing):
             begin=length - 1,
         )
 
-    def read_begin(self, unit: Unit, units: jax.Ref, tree: jax.Ref | None) -> Unit:
-        """The unit with the position of its first query, and its tree. Read only where it is used: kept from the start
-        of the kernel, it would take one register too many."""
+    def read_begin(self, unit: Unit, units: jax.Ref) -> Unit:
+        """The unit with the position of its first query. Read only where it is used: kept from the start of the
+        kernel, it would take one register too many."""
         if self.max_queries == 1:
             return unit
-        begin = unit.length - units[unit.slot, splits.NUM_QUERIES]
-        return replace(unit, begin=begin, tree=None if tree is None else tree.at[unit.row])
+        return replace(unit, begin=unit.length - units[unit.slot, splits.NUM_QUERIES])
 
     def compute(
         self,

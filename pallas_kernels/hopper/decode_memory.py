@@ -37,7 +37,6 @@ class Unit:
     num_tiles: jax.Array
     length: jax.Array  # tokens of the row
     begin: jax.Array  # position of its first query
-    tree: jax.Ref | None = None
 
 
 @dataclass(frozen=True)

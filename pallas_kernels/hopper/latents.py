@@ -32,9 +32,7 @@ _VALUE_STEP = NUM_COMPUTE * compat.SWIZZLE_BYTES // 2  # columns of 16 bits that
 def find_obstacle(shape: AttnShape) -> str | None:
     """Why the kernel cannot do a shape of latents, in words for users."""
     spec = shape.spec
-    obstacle = "its kernel for latents has no masks for trees of drafts" if shape.tree else None
-    obstacle = obstacle or shapes.find_page_obstacle(shape)
-    if obstacle is not None:
+    if (obstacle := shapes.find_page_obstacle(shape)) is not None:
         return obstacle
     if spec.num_kv_heads != 1:
         return f"a token has one latent for all heads of a device, these are {spec.num_kv_heads}"
@@ -132,7 +130,6 @@ def _make_body(
         page_size=shape.spec.page_size,
         max_queries=max_queries,
         dtype=compute_dtype(shape),
-        has_tree=False,
         page_dtype=jnp.dtype(shape.spec.dtype),
         has_k_scale=has_k_scale,
         tile_tokens=config.tile_tokens,

@@ -40,10 +40,6 @@ class Span(Protocol):
     def begin(self) -> jax.Array:
         """Position of the first query."""
 
-    @property
-    def tree(self) -> jax.Ref | None:
-        """[2, 64] i32 in global memory: which of the row's new tokens each row of queries sees (`trees.py`)."""
-
 
 @dataclass(frozen=True)
 class KeyTiles:
@@ -62,7 +58,6 @@ class KeyTiles:
     has_k_scale: bool
     tile_tokens: int
     stages: int
-    has_tree: bool  # spans have a tree
     num_blocks: int | None  # of SplitList: blocks that share a fixed list of units; None: a block attends one unit
     interpret: bool
 
@@ -116,8 +111,7 @@ class KeyTiles:
 
     def is_edge(self, start: jax.Array, span: Span) -> jax.Array:
         """Whether some query does not see all of the tile."""
-        first = span.begin if self.has_tree else span.begin + 1  # not all queries see the first of a tree
-        edge = start + self.tile_tokens > first
+        edge = start + self.tile_tokens > span.begin + 1
         if self.params.window is not None:
             edge |= start < span.length - self.params.window
         return edge
@@ -132,16 +126,7 @@ class KeyTiles:
         seen = keys <= last
         if self.params.window is not None:
             seen &= keys > last - self.params.window
-        if self.has_tree:
-            seen &= self.see_ancestors(keys - (span.begin - start), span.tree)
         return jnp.where(seen, scores, MASKED)
-
-    def see_ancestors(self, numbers: jax.Array, tree: jax.Ref) -> jax.Array:
-        """Which keys a row's query has as ancestors, given their numbers [rows, keys] among the new tokens; those of
-        older keys, which all see, are below 0."""
-        low, high = (compat.spread(compat.load_column(tree.at[half]), numbers.shape) for half in range(2))
-        bits = lax.shift_right_logical(jnp.where(numbers < 32, low, high), numbers & 31)
-        return (numbers < 0) | (bits & 1 > 0)
 
     def holds_strangers(self, start: jax.Array, span: Span) -> jax.Array:
         """Whether the tile has slots that no query sees: they may hold NaN."""

@@ -37,13 +37,6 @@ def pack_queries(q: jax.Array, batch: BatchMeta, max_queries: int, width: int) -
     return jnp.pad(found, ((0, 0), (0, 0), (0, padding), (0, width - head_dim)))
 
 
-def pack_ancestors(batch: BatchMeta, max_queries: int, num_rows: int) -> jax.Array:
-    """[S, 2, num_rows] i32: the words of the queries in the rows of `pack_queries`, both halves."""
-    tokens = batch.query_start_loc[:-1, None] + jnp.arange(max_queries, dtype=jnp.int32)
-    words = jax.lax.bitcast_convert_type(batch.ancestors, jnp.int32).at[tokens].get(mode="clip")  # [S, Qp, 2]
-    return jnp.tile(words.swapaxes(1, 2), (1, 1, num_rows // max_queries))
-
-
 def unpack_queries(found: jax.Array, batch: BatchMeta, shape: tuple[int, ...], max_queries: int) -> jax.Array:
     """The reverse of `pack_queries`: [S, K, R, width] -> [T, N, H]; other tokens get something finite.
 

@@ -106,16 +106,6 @@ def pad_queries(max_query_len: int) -> int:
     return 1 << (max_query_len - 1).bit_length()
 
 
-def check_tree(rows: StepRows, shape: AttnShape) -> None:
-    """ValueError for a bucket whose trees of drafts do not fit into blocks: the kernels for chunks have no masks."""
-    if shape.tree and not fits(rows.max_query_len or QUERY_ROWS + 1, shape.group_size):
-        raise ValueError(
-            f"with {shape.group_size} query heads per KV head the kernels take trees of at most "
-            f"{QUERY_ROWS // (1 << (shape.group_size - 1).bit_length())} tokens a row, max_query_len is "
-            f"{rows.max_query_len}: use impl='xla'"
-        )
-
-
 def fits(max_query_len: int, group_size: int) -> bool:
     """Whether a KV head's queries of a row, padded to a power of two, fit into a block's rows."""
     return group_size * pad_queries(max_query_len) <= QUERY_ROWS

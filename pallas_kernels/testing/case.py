@@ -41,7 +41,6 @@ class Case:
     fixed_splits: bool = False
     causal: bool = True
     is_stored: bool = False  # cross attention: the first number of `rows` counts all keys, the second queries alone
-    tree: bool = False  # each new token is a root, or the child of any one before it
     chunk_sms: int = 1  # multiprocessors of the device that a long case's chunks are cut for, where kernels cut them
 
     @property
@@ -57,7 +56,7 @@ class Case:
 
     @property
     def shape(self) -> AttnShape:
-        return AttnShape(self.num_heads, self.spec, self.dtype, self.window, self.fixed_splits, self.causal, self.tree)
+        return AttnShape(self.num_heads, self.spec, self.dtype, self.window, self.fixed_splits, self.causal)
 
     def count_keys(self, row: tuple[int, int]) -> int:
         """`seq_lens` of one of `rows`."""
@@ -83,7 +82,6 @@ class Inputs:
     heads: HeadParams
     num_pages: int  # pages of one layer
     num_layers: int
-    ancestors: np.ndarray | None = None  # [T, 2] u32, with AttnShape.tree
 
     @property
     def meta(self) -> tuple[np.ndarray, ...]:
@@ -138,21 +136,7 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
         heads=_make_heads(case, rng),
         num_pages=num_pages,
         num_layers=num_layers,
-        ancestors=_grow_trees(case, np.random.default_rng(seed)) if case.tree else None,
     )
-
-
-def _grow_trees(case: Case, rng: np.random.Generator) -> np.ndarray:
-    """[T, 2] u32: random trees, several in a row; anything for padding."""
-    words = rng.integers(0, 2**63, case.max_tokens, np.uint64)
-    start = 0
-    for _, new in case.rows:
-        for index in range(new):
-            parent = rng.integers(-1, index) if index else -1
-            older = words[start + parent] if parent >= 0 else np.uint64(0)
-            words[start + index] = older | np.uint64(1) << np.uint64(index)
-        start += new
-    return np.stack([words & np.uint64(2**32 - 1), words >> np.uint64(32)], axis=1).astype(np.uint32)
 
 
 def choose_config(case: Case, impl: str) -> Any:

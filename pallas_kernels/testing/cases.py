@@ -42,7 +42,6 @@ def _latents(num_heads: int, dtype: str, page_size: int) -> dict:
 _ENCODER = ((0, 1), (0, 17), (16, 16), (0, 30))
 _GAPS = ((150, 3), (0, 0), (16, 1), (0, 0), (60, 4))  # of drafts: where all have one token, row s has token s
 _CROSS = {"causal": False, "is_stored": True}
-_TREE = {"tree": True}
 _WIDE, _WIDE_FP8 = _shape(8, 2, 128, "bfloat16", 64), _shape(8, 2, 128, _FP8, 64)
 
 CASES = [
@@ -174,26 +173,6 @@ CASES = [
         **_CROSS,
         **_WIDE | {"table_width": 21},
     ),
-    Case("tree 8:2 of 128", ((60, 3), (0, 5), (59, 5), (9, 8)), max_query_len=8, **_TREE, **_WIDE),
-    Case(
-        "tree fp8 8:2 of 128, softcap, sinks",
-        ((62, 6), (9, 7)),
-        max_query_len=8,
-        softcap=3.0,
-        sinks=True,
-        **_TREE,
-        **_WIDE_FP8,
-    ),
-    Case(  # a tree over the edge between two units
-        "tree, fixed splits",
-        ((1022, 5), (7, 3)),
-        max_query_len=8,
-        fixed_splits=True,
-        **_TREE,
-        **_WIDE | {"table_width": 21},
-    ),
-    Case("tree of 64 tokens", ((30, 64),), max_query_len=64, **_TREE, **_shape(1, 1, 64, "bfloat16")),
-    Case("tree float32", ((130, 40), (3, 1), (0, 20)), max_query_len=40, **_TREE),
     Case("cross mixed latents", ((40, 1), (5, 33), (130, 9)), **_CROSS, **_latents(8, "bfloat16", 32)),
 ]
 

@@ -216,9 +216,8 @@ def measure_attention(gate: Gate, program: GateProgram, *, impl: str) -> Program
         v: jax.Array | None,
         heads: HeadParams,
         meta: Any,
-        **trees: jax.Array,
     ) -> Any:
-        options = {"max_query_len": program.max_query_len, "impl": report.impl, **trees}
+        options = {"max_query_len": program.max_query_len, "impl": report.impl}
         if program.shape.switch and report.impl == "gpu":
             (part, name), config = program.shape.switch, find_backend("gpu").module.default_config(shape)
             options["config"] = replace(config, **{part: replace(getattr(config, part), **{name: True})})
@@ -247,8 +246,7 @@ def _describe_arguments(
     per_head = describe((spec.num_kv_heads,), jnp.float32) if jnp.dtype(spec.dtype).itemsize == 1 else None
     sinks = describe((shape.num_heads,), jnp.float32) if program.shape.sinks else None
     new = describe((num_tokens, spec.num_kv_heads, spec.head_dim), shape.dtype)
-    trees = {"ancestors": describe((num_tokens, 2), jnp.uint32)} if shape.tree else {}
-    return trees | {
+    return {
         "kv_pages": describe(pool_shape(spec, num_pages), spec.dtype),
         "q": describe((num_tokens, shape.num_heads, spec.head_dim), shape.dtype),
         "k": new,

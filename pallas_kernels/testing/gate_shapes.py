@@ -37,7 +37,6 @@ class GateShape:
     value_dim: int | None = None  # of a latent
     fixed_splits: bool = False
     causal: bool = True
-    tree: bool = False
     switch: tuple[str, str] | None = None  # what is on in Hopper's configuration: the kernel's part, and its field
     portable: tuple[tuple[str, str], ...] = ()
 
@@ -48,7 +47,7 @@ class GateShape:
     def attention(self, page_size: int) -> AttnShape:
         """The shape on pages of the plain layout; the implementation chooses its own."""
         spec = KVSpec(self.num_kv_heads, self.head_dim, page_size, self.kv_dtype, value_dim=self.value_dim)
-        return AttnShape(self.num_heads, spec, self.dtype, self.window, self.fixed_splits, self.causal, self.tree)
+        return AttnShape(self.num_heads, spec, self.dtype, self.window, self.fixed_splits, self.causal)
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,6 @@ TIGHT = (
         "drafts",
         GateShape("fp8 scores, heads of 64, window", 32, 8, 64, window=4096, kv_dtype=FP8, switch=FP8_SCORES),
     ),
-    ("drafts", GateShape("trees, heads of 64", 32, 8, 64, tree=True, portable=_CAUSAL_ONLY)),
-    ("drafts", GateShape("trees, heads of 128", 32, 8, 128, tree=True, portable=_CAUSAL_ONLY)),
-    ("drafts", GateShape("trees, heads of 128, fp8 pages", 32, 8, 128, kv_dtype=FP8, tree=True, portable=_CAUSAL_ONLY)),
-    ("drafts", GateShape("trees, heads of 256", 16, 8, 256, tree=True, portable=_CAUSAL_ONLY)),
     ("mixed", GateShape("persistent, heads of 64, sinks", 64, 8, 64, sinks=True, switch=PERSISTENT)),
     ("mixed", GateShape("persistent, heads of 128", 32, 8, 128, switch=PERSISTENT)),
     (
@@ -156,11 +151,7 @@ SAMPLES: dict[str, dict[str, tuple[str, ...]]] = {
             "persistent, heads of 128",
         ),
         "turn": ("heads of 192, window, softcap, sinks",),
-        "drafts": (
-            "heads of 192, window",
-            "fp8 scores, heads of 64, window",
-            "trees, heads of 128, fp8 pages",
-        ),
+        "drafts": ("heads of 192, window", "fp8 scores, heads of 64, window"),
         "fixed": (_BASE, _FP8_LATENT),
     },
     "a100": {

@@ -82,14 +82,8 @@ def _list_seen(case: Case, inputs: Inputs, length: int, tokens: slice) -> np.nda
     new, keys = tokens.stop - tokens.start, np.arange(length)
     if not case.causal:
         return np.ones((new, length), bool)
-    computed = length - new
-    positions = computed + np.arange(new)[:, None]
+    positions = length - new + np.arange(new)[:, None]
     seen = keys <= positions
     if case.window is not None:
         seen &= keys > positions - case.window
-    if inputs.ancestors is not None:
-        low, high = inputs.ancestors[tokens].astype(np.uint64).T
-        words = low | high << np.uint64(32)
-        bits = words[:, None] >> np.maximum(keys - computed, 0).astype(np.uint64) & np.uint64(1)
-        seen &= (keys < computed) | (bits > 0)
     return seen

@@ -22,7 +22,6 @@ def _run(
     v: jax.Array | None,
     kv_pages: jax.Array,
     meta: tuple[jax.Array, ...],
-    ancestors: jax.Array | None,
     layer: AttnLayer,
     *,
     shape: AttnShape,
@@ -31,7 +30,7 @@ def _run(
     config: Any,
     is_stored: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    options = {"max_query_len": max_query_len, "impl": impl, "config": config, "ancestors": ancestors}
+    options = {"max_query_len": max_query_len, "impl": impl, "config": config}
     batch = prepare_batch(*meta, num_tokens=q.shape[0], shape=shape, **options)
     if is_stored:
         return attend_stored(q, kv_pages, batch, layer)
@@ -54,7 +53,6 @@ def run_case(
         inputs.v,
         inputs.kv_pages,
         inputs.meta,
-        inputs.ancestors,
         AttnLayer(case.params, inputs.heads, LAYER * inputs.num_pages),
         shape=case.shape,
         max_query_len=case.max_query_len,

@@ -55,7 +55,7 @@ def find_obstacle(shape: AttnShape) -> str | None:
     """Why the kernels cannot do a shape, in words for users."""
     spec, sublanes = shape.spec, count_sublanes(shape.spec.dtype)
     largest = _LARGEST_LATENT_GROUP if spec.is_latent else _LARGEST_GROUP
-    if shape.tree or not shape.causal:
+    if not shape.causal:
         obstacle = "its kernels have causal masks only"
     elif shape.dtype not in _QUERY_DTYPES:
         obstacle = f"queries are {shape.dtype}, the kernels take {' and '.join(_QUERY_DTYPES)}"

@@ -72,11 +72,11 @@ def prepare_case(context: Context, case: Case) -> Prepared:
         raise NotHereError(str(problem)) from problem
     case = case.with_layout(choose_layout(impl, case.spec))
     inputs = make_inputs(case)
-    new = inputs.k, inputs.v, inputs.ancestors  # the last two may be None
+    new = inputs.k, inputs.v  # None for latents
     arrays = jax.tree.map(jnp.asarray, (inputs.kv_pages, inputs.q, new, inputs.meta))
 
     def step(pool: jax.Array, q: jax.Array, new: tuple[Any, ...], meta: tuple[jax.Array, ...]) -> Any:
-        k, v, ancestors = new
+        k, v = new
         batch = prepare_batch(
             *meta,
             num_tokens=case.max_tokens,
@@ -84,7 +84,6 @@ def prepare_case(context: Context, case: Case) -> Prepared:
             max_query_len=case.max_query_len,
             impl=impl,
             config=choose_config(case, impl),
-            ancestors=ancestors,
         )
         layer = AttnLayer(case.params, inputs.heads, LAYER * inputs.num_pages)
         if case.is_stored:

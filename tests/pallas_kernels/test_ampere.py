@@ -34,7 +34,6 @@ FAST = (
     "drafts verified, 3:1, window, sinks",
     "mixed fp8 4:2 of 64, window, softcap",
     "cross mixed",
-    "tree 8:2 of 128",
 )
 BF16 = KVSpec(2, 128, 64, "bfloat16")
 OTHERS = (

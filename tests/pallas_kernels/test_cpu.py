@@ -29,11 +29,7 @@ from tests.programs import PROGRAMS
 pytestmark = BUILT
 
 ALL = [*CASES, *LONG_CASES]
-HERE = [
-    case
-    for case in ALL
-    if case.spec.dtype in ("float32", "bfloat16") and case.spec.head_dim % 16 == 0 and not case.tree
-]
+HERE = [case for case in ALL if case.spec.dtype in ("float32", "bfloat16") and case.spec.head_dim % 16 == 0]
 
 
 def check_case(case: Case, seed: int = 0) -> None:

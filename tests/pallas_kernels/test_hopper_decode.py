@@ -39,7 +39,6 @@ CI = (
     "decode 8:2 of 192",
     "drafts verified, 3:1, window, sinks",
     "cross decode",
-    "tree 8:2 of 128",
     "padded heads, few pages per row",
 )
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]

@@ -21,9 +21,6 @@ def attend_naively(case: Case, inputs: Inputs, keys: list[np.ndarray], values: l
             oldest = 0 if case.window is None else max(0, position - case.window + 1)
             for head in range(case.num_heads):
                 seen = np.arange(oldest, position + 1)
-                if case.tree:
-                    word = int(inputs.ancestors[token, 0]) | int(inputs.ancestors[token, 1]) << 32
-                    seen = seen[[key < computed or word >> int(key - computed) & 1 > 0 for key in seen]]
                 scores = k[seen, head // group_size] @ inputs.q[token, head].astype(np.float64) * case.params.scale
                 if case.softcap is not None:
                     scores = case.softcap * np.tanh(scores / case.softcap)
