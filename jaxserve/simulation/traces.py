@@ -142,19 +142,17 @@ def _count(tokens: int) -> int:
     return tokens
 
 
-def make_requests(
-    trace: Iterable[TraceRequest], *, rate_scale: float = 1.0, tenants: dict[str, Tenant] | None = None
-) -> Iterator[Request]:
+def make_requests(trace: Iterable[TraceRequest], *, rate_scale: float = 1.0) -> Iterator[Request]:
     """Yields the requests of a trace, each made when it is asked for.
 
     A block is its number, as often as it has tokens: prompts have equal ids where the trace says that their blocks are
-    equal, and nowhere else. (A page's key covers all tokens before it, so equal pages at two places are two.)
+    equal, and nowhere else. (A page's key covers all tokens before it, so equal pages at two places are two.) All
+    tenants have weight 1.
 
     Args:
         rate_scale: requests arrive so many times as fast.
-        tenants: by name; others have weight 1.
     """
-    known = dict(tenants or {})
+    known: dict[str, Tenant] = {}
     next_id = 2**40  # above the numbers of blocks
     for index, each in enumerate(trace):
         length = each.num_prompt_tokens

@@ -101,10 +101,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_trace(tmp_path / "none.csv")
 
 
-def test_arrivals_can_be_scaled_and_tenants_given() -> None:
+def test_arrivals_can_be_scaled_and_tenants_are_kept() -> None:
     trace = [TraceRequest(0.0, 1, 1, tenant="a"), TraceRequest(6.0, 1, 1, tenant="b", priority=4)]
-    first, second = make_requests(trace, rate_scale=2.0, tenants={"a": Tenant("a", 3.0)})
-    assert (first.tenant.weight, second.tenant, second.priority, second.arrival_time) == (3.0, Tenant("b"), 4, 3.0)
+    first, second = make_requests(trace, rate_scale=2.0)
+    assert (first.tenant, second.tenant, second.priority, second.arrival_time) == (Tenant("a"), Tenant("b"), 4, 3.0)
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are not in ../shared/traces")
