@@ -6,38 +6,50 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.option_flags import spell_flag
 from jaxserve.scheduler import StepPlan
 from tests.golden_cases import GoldenCase, load_case
-from tests.programs import PROGRAMS
+from tests.programs import PROGRAMS, QUICK_ENV
 
 MAX_MODEL_LEN = 160
 ROOT = Path(__file__).parents[2]
-# For `make_llm`, which else gives an engine one bucket of each kind.
+# Two buckets, so that an engine compiles in seconds, and chunks, so that prompts are cut.
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "precompile_bs_paddings": [4],
+    "precompile_token_paddings": [64],
+}
+# In place of these, the buckets that the engine chooses.
 ALL_BUCKETS: dict[str, Any] = {"precompile_bs_paddings": None, "precompile_token_paddings": None}
+CACHE: dict[str, Any] = {"compilation_cache_dir": str(PROGRAMS)}
+DEMO: dict[str, Any] = SIZES | CACHE | {"dtype": "float32", "max_model_len": 384}
 
 
 def make_llm(case: str | GoldenCase, **options: Any) -> LLM:
-    """A small engine: two buckets, so that it compiles in seconds, and chunks, so that prompts are cut."""
+    """A small engine of a golden checkpoint, in float32."""
     case = load_case(case) if isinstance(case, str) else case
-    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 64} | options
-    defaults = {
-        "dtype": "float32",
-        "max_model_len": MAX_MODEL_LEN,
-        "skip_tokenizer_init": True,
-        "precompile_bs_paddings": [sizes["max_num_seqs"]],
-        "precompile_token_paddings": [sizes["max_num_batched_tokens"]],
-        "compilation_cache_dir": str(PROGRAMS),
-        "show_progress": False,
-    }
-    return LLM(str(case.path), **(defaults | sizes))
+    defaults = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "skip_tokenizer_init": True}
+    return LLM(str(case.path), **({"show_progress": False} | SIZES | CACHE | defaults | options))
+
+
+def make_demo(model: str = "demo", **options: Any) -> LLM:
+    """A small engine of the demo model, in float32."""
+    return LLM(model, **({"show_progress": False} | DEMO | options))
+
+
+def list_flags(options: Mapping[str, Any]) -> list[str]:
+    """Returns options as flags of the commands."""
+    values = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
+    return [part for name, given in values.items() for part in (spell_flag(name), ",".join(map(str, given)))]
 
 
 def write_tiny_llama(folder: Path, **changes: Any) -> Path:
@@ -68,7 +80,8 @@ def run_on_devices(count: int, script: str, *args: str) -> Any:
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(ROOT),
-        },
+        }
+        | QUICK_ENV,
         capture_output=True,
         text=True,
         check=False,
@@ -88,14 +101,20 @@ def generate_ids(llm: LLM, prompts: Sequence[Sequence[int]], params: Any) -> lis
 
 
 class LogitsRecorder:
-    """Keeps the logits [V] of every (prompt, position) that an engine computes."""
+    """Keeps the logits [V] of every (prompt, position) that an engine computes, within a `with` block."""
 
     def __init__(self, llm: LLM) -> None:
         self.logits: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
-        runner, self._batch = llm.ready.runner, llm.ready.engine.scheduler.batch
-        self._start, self._run = runner.start, runner._run
+        self._runner, self._batch = llm.ready.runner, llm.ready.engine.scheduler.batch
+        self._start, self._run = self._runner.start, self._runner._run
         self._selected: Any = None
-        runner.start, runner._run = self._record, self._keep  # type: ignore[method-assign]
+
+    def __enter__(self) -> Self:
+        self._runner.start, self._runner._run = self._record, self._keep  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.start, self._runner._run = self._start, self._run  # type: ignore[method-assign]
 
     def _keep(self, *args: Any) -> Any:
         selected, hidden = self._run(*args)

@@ -9,18 +9,12 @@ from collections.abc import AsyncIterator, Iterator
 import jax
 import pytest
 
-from jaxserve import LLM, AsyncLLM, OutputKind, RequestOutput, SamplingParams
+from jaxserve import AsyncLLM, OutputKind, RequestOutput, SamplingParams
 from jaxserve.errors import EngineStoppedError, InvalidRequestError, WeightsError
-from tests.e2e.helpers import PROGRAMS
+from tests.e2e.engines import Engines
+from tests.e2e.helpers import DEMO, make_demo
 
-OPTIONS = {
-    "max_num_seqs": 4,  # as tests/bench/small_bench.py has it
-    "max_num_batched_tokens": 64,
-    "max_model_len": 256,
-    "compile": "used",  # a server compiles all: tests/server
-    "compilation_cache_dir": str(PROGRAMS),
-    "show_progress": False,
-}
+OPTIONS = DEMO | {"compile": "used", "show_progress": False}  # a server compiles all: tests/server
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 
 
@@ -38,7 +32,7 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
 
 
-def test_streams_give_what_generate_gives(llm: AsyncLLM) -> None:
+def test_streams_give_what_generate_gives(llm: AsyncLLM, engines: Engines) -> None:
     prompts = ["Once upon a time", "There was a", "In the morning", "A", "name: Ada"]
     params = SamplingParams(temperature=0, max_tokens=20, output_kind=OutputKind.DELTA)
 
@@ -46,7 +40,8 @@ def test_streams_give_what_generate_gives(llm: AsyncLLM) -> None:
         return await asyncio.gather(*(collect(llm.generate(prompt, params)) for prompt in prompts))
 
     streams = asyncio.run(run())
-    expected = LLM(**OPTIONS).generate(prompts, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    plain, whole_params = engines.get(make_demo), SamplingParams(temperature=0, max_tokens=20)
+    expected = plain.generate(prompts, whole_params, use_tqdm=False)
     for stream, whole in zip(streams, expected, strict=True):
         assert "".join(output.outputs[0].text for output in stream) == whole.outputs[0].text
         assert [i for output in stream for i in output.outputs[0].token_ids] == whole.outputs[0].token_ids
@@ -57,7 +52,7 @@ def test_what_an_engine_says_of_itself(llm: AsyncLLM) -> None:
     before = llm.stats()
     asyncio.run(collect(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4))))
     after, cache = llm.stats(), llm.view.describe_cache()
-    assert (llm.max_model_len, llm.model.max_model_len, llm.limits.max_num_seqs) == (256, 256, 4)
+    assert (llm.max_model_len, llm.model.max_model_len, llm.limits.max_num_seqs) == (384, 384, 4)
     assert after.num_steps > before.num_steps and after.num_running == 0
     assert cache["num_pages"] == max(pool.total for pool in after.pools) + 1, "the null page is one of them"
     assert (cache["block_size"], cache["num_gpu_blocks"]) == (cache["page_size"], max(p.total for p in after.pools))
@@ -116,7 +111,7 @@ def test_a_bad_request_fails_alone(llm: AsyncLLM) -> None:
 
     good, too_long, no_text = asyncio.run(run())
     assert isinstance(good, list) and len(good[-1].outputs[0].token_ids) == 10
-    assert isinstance(too_long, InvalidRequestError) and "maximum context length is 256" in str(too_long)
+    assert isinstance(too_long, InvalidRequestError) and "maximum context length is 384" in str(too_long)
     assert isinstance(no_text, InvalidRequestError)
 
 

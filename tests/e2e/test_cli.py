@@ -11,14 +11,14 @@ import pytest
 
 from jaxserve.cli import main
 from pallas_kernels.cpu import library
-from tests.e2e.helpers import PROGRAMS
+from tests.e2e.helpers import DEMO, list_flags
 
-CACHE = ("--compilation-cache-dir", str(PROGRAMS))
+SMALL = list_flags(DEMO)
 
 
 def test_generate_prints_each_answer(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ("What is 20 + 30?", "What is a KV cache?")
-    assert main(["generate", "--chat", *prompts, "--temperature", "0", "--max-tokens", "60", *CACHE]) == 0
+    assert main(["generate", "--chat", *prompts, "--temperature", "0", "--max-tokens", "60", *SMALL]) == 0
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if line.startswith("---")] == [f"--- {prompt}" for prompt in prompts]
     assert "50" in shown
@@ -28,13 +28,13 @@ def test_generate_reads_prompts_from_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\n\n"))
-    assert main(["generate", "--max-tokens", "5", "--temperature", "0", *CACHE]) == 0
+    assert main(["generate", "--max-tokens", "5", "--temperature", "0", *SMALL]) == 0
     assert capsys.readouterr().out.strip()
 
 
 def test_chat_streams_and_remembers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is 20 + 30?\nWhat is TTFT?\n"))
-    assert main(["chat", "--temperature", "0", *CACHE]) == 0
+    assert main(["chat", "--temperature", "0", *SMALL]) == 0
     answers = capsys.readouterr().out.strip().splitlines()
     assert len(answers) >= 2 and "50" in answers[0]
 

@@ -10,7 +10,7 @@ from jaxserve.engine.determinism import Comparison, compare_neighbourhoods, find
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from jaxserve.runtime.rows import SampleVariant
-from tests.e2e.helpers import PROGRAMS, make_llm
+from tests.e2e.helpers import DEMO, list_flags, make_demo, make_llm
 
 
 def compare(llm: LLM, count: int) -> list[Comparison]:
@@ -22,38 +22,32 @@ def list_differences(comparisons: list[Comparison]) -> list[str]:
     return [difference for comparison in comparisons for difference in comparison.differences]
 
 
-def make_demo(**options: object) -> LLM:
-    chosen = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "compilation_cache_dir": str(PROGRAMS)} | options
-    return LLM(**chosen, show_progress=False)  # type: ignore[arg-type]
-
-
 BFLOAT16 = pytest.param("llama_bf16", "bfloat16", marks=[pytest.mark.slow, pytest.mark.thorough])
 
 
 @pytest.mark.parametrize(("case", "dtype"), [("mistral_window", "float32"), BFLOAT16])
 def test_a_dozen_neighbourhoods(case: str, dtype: str) -> None:
-    llm = make_llm(case, dtype=dtype, max_num_seqs=5, deterministic=True)
+    llm = make_llm(case, dtype=dtype, deterministic=True)
     comparisons = compare(llm, 12)
     assert list_differences(comparisons) == []
     assert sum(each.num_runs for each in comparisons) == 12 and sum(each.num_hits for each in comparisons)
     assert llm.ready.engine.scheduler.counts.num_preemptions == 0
     sizes = {(bucket.tokens, bucket.rows) for bucket in llm.ready.runner.counts.steps}
-    assert sizes == {(5, 5), (64, 5)}, "two forward programs"
-    programs = llm.ready.runner.device.programs
-    assert set(programs.of_kind("sample")) == {(5, 1, SampleVariant.GREEDY), (5, 1, SampleVariant.MASKED)}
+    assert sizes == {(4, 4), (64, 4)}, "two forward programs"
+    programs = llm.ready.runner.programs
+    assert set(programs.sample) == {(4, 1, SampleVariant.GREEDY), (4, 1, SampleVariant.MASKED)}
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_two_hundred_neighbourhoods_of_the_demo_model() -> None:
-    comparisons = compare(make_demo(deterministic=True), 200)
+    comparisons = compare(make_demo(dtype="auto", deterministic=True), 200)
     assert list_differences(comparisons) == []
 
 
 @pytest.mark.slow
 def test_the_command_sees_that_an_ordinary_engine_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--compilation-cache-dir", str(PROGRAMS))
-    command = ["verify-determinism", "demo", "--neighbourhoods", "7", *options]
+    command = ["verify-determinism", "demo", "--neighbourhoods", "7", *list_flags(DEMO)]
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "deterministic on" in shown and "All 7 answers" in shown

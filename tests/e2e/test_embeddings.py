@@ -14,6 +14,7 @@ from jaxserve import LLM
 from jaxserve.engine.stats import read_stats
 from jaxserve.errors import InvalidRequestError, NonFiniteLogitsError
 from jaxserve.request import RequestOutput
+from tests.e2e.engines import Engines
 from tests.e2e.helpers import MAX_MODEL_LEN, PROGRAMS, generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import GoldenCase, load_case
 
@@ -22,9 +23,9 @@ TOLERANCE = 1e-5  # of numbers in [-1, 1]; steps of other shapes add up in anoth
 LONG = [(7 * i) % 300 + 3 for i in range(150)]  # three chunks in steps of 64 tokens
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return make_llm("llama_gqa")
+@pytest.fixture
+def llm(engines: Engines) -> LLM:
+    return engines.get(make_llm, "llama_gqa")
 
 
 def embed(llm: LLM, *prompts: list[int]) -> np.ndarray:
@@ -49,9 +50,8 @@ def recover_state(llm: LLM, case: GoldenCase, prompt: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gemma2", pytest.param("qwen3", marks=pytest.mark.thorough)])
-def test_equals_transformers(name: str, llm: LLM) -> None:
-    case = load_case(name)
-    served = llm if name == "llama_gqa" else make_llm(case)
+def test_equals_transformers(name: str, engines: Engines) -> None:
+    case, served = load_case(name), engines.get(make_llm, name)
     found = embed(served, *case.prompts)
     expected = [recover_state(served, case, prompt) for prompt in range(len(case.prompts))]
     np.testing.assert_allclose(found, np.array(expected), rtol=0, atol=2e-4)
@@ -115,9 +115,12 @@ def test_embeddings_and_generations_share_steps(llm: LLM) -> None:
 
 
 def test_nothing_is_compiled_and_nothing_stays_behind(llm: LLM) -> None:
-    before = read_stats(llm.ready.engine).num_compiles  # of the other engines here
+    prompts = [5], LONG, [6, 7]
+    embed(llm, *prompts)
+    llm.reset_prefix_cache()
+    before = read_stats(llm.ready.engine).num_compiles  # of this engine's first steps, and of others
     with jax.transfer_guard("disallow"):
-        embed(llm, [5], LONG, [6, 7])
+        embed(llm, *prompts)
     assert read_stats(llm.ready.engine).num_compiles == before
     assert len(llm.ready.runner.device.programs.of_kind("embed")) == len(llm.ready.shapes.buckets.row_counts)
     assert all(pool.num_referenced == 0 for pool in llm.ready.engine.scheduler.pages.pools)
@@ -136,8 +139,7 @@ def test_bad_prompts_are_named_and_long_ones_can_be_cut(llm: LLM) -> None:
     assert_close(np.array([last.embedding]), embed(llm, too_long["prompt_token_ids"][-4:]))
 
 
-def test_a_state_that_is_not_finite_ends_its_request_alone() -> None:
-    llm = make_llm("llama_gqa")
+def test_a_state_that_is_not_finite_ends_its_request_alone(llm: LLM) -> None:
     expected = embed(llm, [5, 6, 7])
     params = jax.device_get(llm.ready.runner.params)
     embedding = params["embed"]["weight"].copy()
@@ -155,6 +157,7 @@ def test_a_state_that_is_not_finite_ends_its_request_alone() -> None:
     with pytest.raises(NonFiniteLogitsError):
         llm.embed([{"prompt_token_ids": [5, 11]}, {"prompt_token_ids": [5]}], use_tqdm=False)
     assert_close(embed(llm, [5, 6, 7]), expected)
+    llm.update_weights(params)
 
 
 TWO_DEVICES = """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.models.registry import parse_config
+from tests.e2e.engines import Engines
 from tests.e2e.helpers import generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case
 
@@ -57,9 +57,10 @@ def case(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def llm(case: str) -> Iterator[LLM]:
+def llm(case: str, engines: Engines) -> LLM:
+    """One row alone, and whole prompts, have programs of their own."""
     buckets = {"precompile_bs_paddings": [1, 4], "precompile_token_paddings": [64, 160]}
-    yield make_llm(case, max_num_seqs=4, max_num_batched_tokens=160, page_size=32, **buckets)
+    return engines.get(make_llm, case, max_num_batched_tokens=160, **buckets)
 
 
 @pytest.fixture(scope="module")
@@ -90,27 +91,27 @@ def test_order_of_requests_does_not_matter(llm: LLM, alone: list[list[int]]) -> 
     assert shuffled == [alone[i] for i in order]
 
 
-def test_chunked_plain_loop_equals_alone(case: str, alone: list[list[int]]) -> None:
-    chunked = make_llm(case, max_num_seqs=4, max_num_batched_tokens=64, async_scheduling=False)
+def test_chunked_plain_loop_equals_alone(case: str, alone: list[list[int]], engines: Engines) -> None:
+    chunked = engines.get(make_llm, case, async_scheduling=False)
     longest = max(len(prompt) for prompt in PROMPTS)
     assert longest > 64, "some prompt must be cut into chunks"
     assert generate_ids(chunked, PROMPTS, PARAMS) == alone
 
 
-def test_preempted_equals_not_preempted(case: str, alone: list[list[int]]) -> None:
-    tight = make_llm(case, max_num_seqs=4, num_kv_pages_override=7, enable_prefix_caching=False)
+def test_preempted_equals_not_preempted(case: str, alone: list[list[int]], engines: Engines) -> None:
+    tight = engines.get(make_llm, case, num_kv_pages_override=7, enable_prefix_caching=False)
     outputs = tight.generate([{"prompt_token_ids": p} for p in PROMPTS], PARAMS, use_tqdm=False)
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
     assert [output.outputs[0].token_ids for output in outputs] == alone
 
 
-def test_windowed_groups_equal_with_and_without_pressure() -> None:
+def test_windowed_groups_equal_with_and_without_pressure(engines: Engines) -> None:
     case = load_case("gemma2")
     rng = random.Random(5)
     vocab = int(case.config["vocab_size"])
     prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(10, 30))] for _ in range(6)]
     params = [greedy(70) for _ in prompts]
-    wide, tight = make_llm(case), make_llm(case, num_kv_pages_override=8, page_size=16)
+    wide, tight = engines.get(make_llm, "gemma2"), make_llm(case, num_kv_pages_override=8, page_size=16)
     expected = generate_ids(wide, prompts, params)
     outputs = tight.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     assert len(tight.ready.shapes.model.kv_groups) == 2
@@ -120,11 +121,12 @@ def test_windowed_groups_equal_with_and_without_pressure() -> None:
 
 _TP_SCRIPT = """
 import json, sys
+from tests.e2e.engines import Engines
 from tests.e2e.helpers import generate_ids, make_llm
 from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
 by_expert = {"enable_expert_parallel": True} if sys.argv[2:] else {}
-llm = make_llm(sys.argv[1], max_num_seqs=4, max_num_batched_tokens=160, tensor_parallel_size=4, **by_expert)
-assert llm.ready.runner.device.cache[0].sharding.num_devices == 4
+llm = make_llm(sys.argv[1], tensor_parallel_size=4, **by_expert)
+assert llm.ready.runner._cache[0].sharding.num_devices == 4
 print(json.dumps(generate_ids(llm, PROMPTS, PARAMS)))
 """
 
@@ -134,11 +136,9 @@ def test_tensor_parallel_equals_one_device(case: str, alone: list[list[int]]) ->
 
 
 @pytest.mark.parametrize(
-    "case",
-    ["qwen2_moe", *(pytest.param(name, marks=THOROUGH) for name in ("gpt_oss", "minimax_m2", "deepseek_v3"))],
-    indirect=True,
-    scope="module",
+    "name", ["qwen2_moe", *(pytest.param(name, marks=THOROUGH) for name in ("gpt_oss", "minimax_m2", "deepseek_v3"))]
 )
-def test_expert_parallel_equals_one_device(case: str, alone: list[list[int]]) -> None:
-    assert parse_config(load_case(case).config).has_experts
-    assert run_on_devices(4, _TP_SCRIPT, case, "by_expert") == alone
+def test_expert_parallel_equals_one_device(name: str, engines: Engines) -> None:
+    assert parse_config(load_case(name).config).has_experts
+    expected = generate_ids(engines.get(make_llm, name), PROMPTS, PARAMS)
+    assert run_on_devices(4, _TP_SCRIPT, name, "by_expert") == expected

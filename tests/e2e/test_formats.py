@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -23,17 +24,7 @@ def test_orbax_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     script = [sys.executable, "scripts/convert_checkpoint.py", str(case.path), str(tmp_path / "orbax")]
     done = subprocess.run(script, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    llm = LLM(
-        str(tmp_path / "orbax"),
-        skip_tokenizer_init=True,
-        max_model_len=160,
-        max_num_seqs=3,
-        max_num_batched_tokens=64,
-        precompile_bs_paddings=[3],
-        precompile_token_paddings=[64],
-        compilation_cache_dir=str(PROGRAMS),
-        show_progress=False,
-    )
+    llm = make_llm(replace(case, path=tmp_path / "orbax"))
     assert generate_ids(llm, case.prompts, greedy(64)) == [list(ids) for ids in case.greedy]
 
 

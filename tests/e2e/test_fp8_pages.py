@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM
 from jaxserve.errors import WeightsError
-from tests.e2e.helpers import MAX_MODEL_LEN, PROGRAMS, LogitsRecorder, greedy, make_llm
+from tests.e2e.engines import Engines
+from tests.e2e.helpers import LogitsRecorder, greedy, make_llm
 from tests.golden_cases import load_case
 
 CASE, LATENT_CASE = "llama_gqa", "deepseek_v3"
@@ -23,9 +26,9 @@ SCALES = {"k": 0.02, "v": 0.01}  # keys and values of the case are of order one:
 
 def first_logits(llm: LLM, case: str = CASE) -> np.ndarray:
     """[prompts, V], of the first new token."""
-    recorder = LogitsRecorder(llm)
     prompts = load_case(case).prompts
-    llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], greedy(2), use_tqdm=False)
+    with LogitsRecorder(llm) as recorder:
+        llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], greedy(2), use_tqdm=False)
     return np.stack([recorder.logits[tuple(prompt), len(prompt) - 1] for prompt in prompts])
 
 
@@ -43,23 +46,8 @@ def add_scales(folder: Path, name: str, shape: tuple[int, ...], *, missing: str 
     return folder
 
 
-def make_fp8(path: Path, **options: object) -> LLM:
-    return LLM(
-        str(path),
-        **{
-            "dtype": "float32",
-            "kv_cache_dtype": "fp8",
-            "max_model_len": MAX_MODEL_LEN,
-            "skip_tokenizer_init": True,
-            "max_num_seqs": 3,
-            "max_num_batched_tokens": 64,
-            "precompile_bs_paddings": [3],
-            "precompile_token_paddings": [64],
-            "compilation_cache_dir": str(PROGRAMS),
-            "show_progress": False,
-        }
-        | options,
-    )
+def make_fp8(path: Path, **options: Any) -> LLM:
+    return make_llm(replace(load_case(CASE), path=path), **({"kv_cache_dtype": "fp8"} | options))
 
 
 def relative_error(logits: np.ndarray, exact: np.ndarray) -> float:
@@ -67,8 +55,10 @@ def relative_error(logits: np.ndarray, exact: np.ndarray) -> float:
 
 
 @pytest.mark.slow
-def test_fp8_pages_are_close_with_and_without_scales(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    exact = first_logits(make_llm(CASE))
+def test_fp8_pages_are_close_with_and_without_scales(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, engines: Engines
+) -> None:
+    exact = first_logits(engines.get(make_llm, CASE))
     with caplog.at_level(logging.WARNING):
         plain = make_llm(CASE, kv_cache_dtype="fp8")
     assert "no scales" in caplog.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.errors import CapacityError, ConfigError
-from jaxserve.features import tier_start
+from jaxserve.runtime import tier_start
+from tests.e2e.engines import Engines
 from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm, run_on_devices
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
@@ -51,31 +51,32 @@ def make_tiny(case: str, **options: Any) -> LLM:
     return make_llm(case, page_size=8, **({"num_kv_pages_override": 30, "kv_offloading_size": SIZE} | options))
 
 
-@pytest.fixture(scope="module", params=["llama_gqa", "gemma2", pytest.param("gemma4_text_shared", marks=THOROUGH)])
-def expected(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[list[int]]]]:
-    """Tokens without a host tier, a prefix cache or a full pool; those of Gemma have windows, and so two groups."""
-    llm = make_llm(request.param, page_size=8, enable_prefix_caching=False)
-    yield request.param, run_turns(llm)
+def run_plain(engines: Engines, case: str) -> list[list[int]]:
+    """Tokens without a host tier, a prefix cache or a full pool."""
+    return run_turns(engines.get(make_llm, case, enable_prefix_caching=False))
 
 
-def test_tokens_equal_those_without_it(expected: tuple[str, list[list[int]]]) -> None:
-    case, tokens = expected
-    llm = make_tiny(case)
-    engine = llm.ready.engine
+@pytest.mark.parametrize("case", ["llama_gqa", "gemma2", pytest.param("gemma4_text_shared", marks=THOROUGH)])
+def test_tokens_equal_those_without_it(case: str, engines: Engines) -> None:
+    """Those of Gemma have windows, and so two groups."""
+    tokens, llm = run_plain(engines, case), make_tiny(case)
+    engine, programs = llm.ready.engine, llm.ready.runner.programs
+    groups = set(range(1 if case == "llama_gqa" else 2))
+    assert set(programs.read_pages) == set(programs.write_pages) == groups, "before the first step"
+    assert not engine.runner.counts.steps and not engine.runner.counts.bytes_saved, "the start is not counted"
     assert run_turns(llm) == tokens
     assert run_turns(llm) == tokens, "now with what the first round left on the host"
     counts, pages = engine.scheduler.counts, engine.scheduler.pages
     assert counts.host_hits > 500 and counts.num_preemptions > 0 and pages.host.num_failures == 0
     assert engine.runner.counts.bytes_saved > 0 and engine.runner.counts.bytes_loaded > 0
-    assert len(pages.pools) == (1 if case == "llama_gqa" else 2)
+    assert len(pages.pools) == len(groups)
     pages.check()
 
 
-def test_failed_copies_are_misses_and_three_end_the_tier() -> None:
-    llm, plain = make_tiny("llama_gqa"), make_llm("llama_gqa", page_size=8, enable_prefix_caching=False)
+def test_failed_copies_are_misses_and_three_end_the_tier(engines: Engines) -> None:
+    tokens, llm = run_plain(engines, "llama_gqa"), make_tiny("llama_gqa")
     engine = llm.ready.engine
-    (copies,) = engine.runner.features
-    slots, tier, tokens = copies.slots, engine.scheduler.pages.host, run_turns(plain)
+    slots, tier = engine.runner.host_slots, engine.scheduler.pages.host
     run_turns(llm)
     copy, lost = slots._copy, []
 
@@ -124,13 +125,6 @@ def test_a_recording_with_copies_is_replayed(tmp_path: Path) -> None:
     assert "Equal: every token id" in done.stdout
 
 
-def test_all_programs_are_there_before_the_first_step() -> None:
-    llm = make_tiny("gemma2")
-    programs = llm.ready.runner.device.programs
-    assert set(programs.of_kind("read_pages")) == set(programs.of_kind("write_pages")) == {0, 1}
-    assert not llm.ready.runner.counts.steps and not llm.ready.runner.counts.bytes_saved, "the start is not counted"
-
-
 def test_a_size_beyond_the_machine_is_refused_with_what_fits() -> None:
     with pytest.raises(CapacityError, match=r"kv_offloading_size: 100000 GiB are more .* GiB would fit"):
         make_tiny("llama_gqa", kv_offloading_size=100000)
@@ -159,7 +153,7 @@ print(json.dumps([tokens, llm.ready.engine.scheduler.counts.host_hits]))
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_tokens_are_equal_on_two_devices() -> None:
+def test_tokens_are_equal_on_two_devices(engines: Engines) -> None:
     found, hits = run_on_devices(2, TWO_DEVICES)
-    tokens = run_turns(make_llm("llama_gqa", page_size=8, enable_prefix_caching=False))
+    tokens = run_plain(engines, "llama_gqa")
     assert found == [tokens, tokens] and hits > 500

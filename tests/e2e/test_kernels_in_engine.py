@@ -16,8 +16,8 @@ PROMPTS = [[5, 9, 2], list(range(1, 41))]  # one within a chunk's tile, one over
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, two query heads of 64 on one KV head: what every kernel can do."""
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    """Two query heads of 64 on one KV head: what every kernel can do."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
 
 
 def make_tiny(folder: Path, **options: object) -> LLM:
@@ -39,18 +39,19 @@ def make_tiny(folder: Path, **options: object) -> LLM:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_tpu_kernels_serve_the_same_tokens(tiny: Path) -> None:
-    expected = generate_ids(make_tiny(tiny, dtype="float32"), PROMPTS, greedy(4))
-    llm = make_tiny(tiny, dtype="float32", attention_impl="tpu_interpret")
-    assert llm.ready.runner.device.cache[0].shape[1:] == (1, 32, 128), "keys and values side by side"
+def test_tpu_kernels_serve_the_same_tokens(tmp_path: Path) -> None:
+    two_layers = write_tiny_llama(tmp_path)
+    expected = generate_ids(make_tiny(two_layers, dtype="float32"), PROMPTS, greedy(4))
+    llm = make_tiny(two_layers, dtype="float32", attention_impl="tpu_interpret")
+    assert llm.ready.runner._cache[0].shape[1:] == (1, 32, 128), "keys and values side by side"
     assert generate_ids(llm, PROMPTS, greedy(4)) == expected
 
 
 def compute_logits(folder: Path, impl: str) -> np.ndarray:
     """[prompts, V], of the first new token, in 16 bits."""
     llm = make_tiny(folder, dtype="bfloat16", attention_impl=impl)
-    recorder = LogitsRecorder(llm)
-    generate_ids(llm, PROMPTS, greedy(3))
+    with LogitsRecorder(llm) as recorder:
+        generate_ids(llm, PROMPTS, greedy(3))
     return np.array([recorder.logits[tuple(prompt), len(prompt) - 1] for prompt in PROMPTS])
 
 

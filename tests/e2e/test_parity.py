@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.models.registry import parse_config
+from tests.e2e.engines import Engines
 from tests.e2e.helpers import LogitsRecorder, generate_ids, greedy, make_llm
 from tests.golden_cases import CASES, list_cases_with_legacy_config, load_case
 
@@ -18,11 +19,11 @@ THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=THOROUGH) for name in CASES])
-def test_engine_equals_transformers(name: str) -> None:
+def test_engine_equals_transformers(name: str, engines: Engines) -> None:
     case = load_case(name)
-    llm = make_llm(case)
-    recorder = LogitsRecorder(llm)
-    assert generate_ids(llm, case.prompts, greedy(64)) == [list(ids) for ids in case.greedy]
+    llm = engines.get(make_llm, name) if name in QUICK else make_llm(case)
+    with LogitsRecorder(llm) as recorder:
+        assert generate_ids(llm, case.prompts, greedy(64)) == [list(ids) for ids in case.greedy]
     worst = 0.0
     for prompt, positions, expected in zip(case.prompts, case.logit_positions, case.logits, strict=True):
         seen = [

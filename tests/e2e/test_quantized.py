@@ -46,8 +46,8 @@ def test_equal_to_the_numbers_that_files_stand_for(method: str, case: str, tmp_p
     found = []
     for folder in write_pair(tmp_path, method, case):
         llm = make_llm(dataclasses.replace(golden, path=folder))
-        recorder = LogitsRecorder(llm)
-        tokens = generate_ids(llm, golden.prompts[:3], greedy(16))
+        with LogitsRecorder(llm) as recorder:
+            tokens = generate_ids(llm, golden.prompts[:3], greedy(16))
         found.append((tokens, recorder.logits))
     (tokens, logits), (expected_tokens, expected_logits) = found
     assert tokens == expected_tokens
@@ -94,8 +94,8 @@ def test_dummy_weights_give_finite_logits(tmp_path: Path) -> None:
     folder, _ = write_pair(tmp_path, "gptq in order", "llama_gqa")
     golden = dataclasses.replace(load_case("llama_gqa"), path=folder)
     llm = make_llm(golden, load_format="dummy")
-    recorder = LogitsRecorder(llm)
-    generate_ids(llm, golden.prompts[:1], greedy(4))
+    with LogitsRecorder(llm) as recorder:
+        generate_ids(llm, golden.prompts[:1], greedy(4))
     assert all(np.isfinite(row).all() and row.std() > 0 for row in recorder.logits.values())
 
 
@@ -120,8 +120,8 @@ def test_quantized_while_loading_is_the_file_that_a_tool_would_write(tmp_path: P
     found = []
     for path, options in ((folder, {}), (golden.path, {"quantization": "fp8_per_channel"})):
         llm = make_llm(dataclasses.replace(golden, path=path), **options)
-        recorder = LogitsRecorder(llm)
-        generate_ids(llm, golden.prompts[:2], greedy(8))
+        with LogitsRecorder(llm) as recorder:
+            generate_ids(llm, golden.prompts[:2], greedy(8))
         found.append(recorder.logits)
     assert found[0].keys() == found[1].keys()
     for place, row in found[0].items():
@@ -134,8 +134,8 @@ def test_rows_in_8_bits_are_as_near_as_8_bits_are(caplog: pytest.LogCaptureFixtu
     for activation in (None, "int8_per_token"):
         table = {"linear": {"weight": "int8_per_channel_weight_only", "activation": activation}}
         llm = make_llm("llama_gqa", quantization_config=table)
-        recorder = LogitsRecorder(llm)
-        generate_ids(llm, load_case("llama_gqa").prompts[:1], greedy(2))
+        with LogitsRecorder(llm) as recorder:
+            generate_ids(llm, load_case("llama_gqa").prompts[:1], greedy(2))
         logits.append(recorder.logits)
     place, plain = min(logits[0].items())
     error = np.abs(logits[1][place] - plain).max() / np.abs(plain).max()
@@ -146,7 +146,7 @@ def test_rows_in_8_bits_are_as_near_as_8_bits_are(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_new_weights_are_quantized_likewise_without_a_compilation(stored: bool, tmp_path: Path) -> None:
     golden = load_case("qwen3_moe")
-    options = {"quantization": "int4_per_group_weight_only", "compile": "all"}
+    options = {"quantization": "int4_per_group_weight_only"}
     expected = generate_ids(make_llm(golden, **options), golden.prompts[:2], greedy(8))
     llm = make_llm(golden, load_format="dummy", **options)
     assert generate_ids(llm, golden.prompts[:2], greedy(8)) != expected

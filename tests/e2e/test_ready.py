@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,28 +16,25 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequestError, MissingProgramError, NonFiniteLogitsError, WeightsError
 from jaxserve.request import Request
-from jaxserve.runtime.buckets import Bucket
+from jaxserve.runtime.buckets import Bucket, make_buckets
+from jaxserve.runtime.program_list import list_programs
 from jaxserve.scheduler import StepPlan
+from tests.e2e.engines import Engines
 from tests.e2e.helpers import ALL_BUCKETS, generate_ids, greedy, make_llm
 from tests.golden_cases import load_case
 
 VOCAB = 331
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return make_llm(
-        "llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, num_kv_pages_override=16, compile="all", **ALL_BUCKETS
-    )
+@pytest.fixture
+def llm(engines: Engines) -> LLM:
+    """Every program is compiled, and there are too few pages for four long rows."""
+    return engines.get(make_llm, "llama_gqa", num_kv_pages_override=7, compile="all")
 
 
-@pytest.fixture(autouse=True)
-def leaves_nothing_behind(llm: LLM) -> object:
-    yield
-    scheduler = llm.ready.engine.scheduler
-    assert not scheduler.has_unfinished and not scheduler.waiting and len(scheduler.batch) == 0
-    scheduler.pages.check()
-    assert all(pool.num_referenced == 0 for pool in scheduler.pages.pools)
+@pytest.fixture
+def roomy(engines: Engines) -> LLM:
+    return engines.get(make_llm, "llama_gqa")
 
 
 def run_mixed_load(llm: LLM) -> list[list[int]]:
@@ -53,6 +51,8 @@ def run_mixed_load(llm: LLM) -> list[list[int]]:
 
 def test_nothing_compiles_after_ready(llm: LLM) -> None:
     compiled: list[str] = []
+    counts = llm.ready.engine.scheduler.counts
+    num_preemptions = counts.num_preemptions
 
     def listen(event: str, *_: object, **__: object) -> None:
         if "compil" in event or "trace" in event or "lower" in event:
@@ -61,7 +61,7 @@ def test_nothing_compiles_after_ready(llm: LLM) -> None:
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         run_mixed_load(llm)
-        assert compiled == []
+        assert compiled == [] and counts.num_preemptions > num_preemptions
         jax.jit(lambda x: x * 3.25)(np.float32(2))
         assert compiled, "the listener must see a compilation when there is one"
     finally:
@@ -70,17 +70,12 @@ def test_nothing_compiles_after_ready(llm: LLM) -> None:
 
 @pytest.mark.thorough
 def test_padded_sizes_are_those_of_the_options(llm: LLM) -> None:
-    sizes = {"precompile_bs_paddings": [5], "precompile_token_paddings": [96]}
-    few = make_llm(
-        "llama_gqa", max_num_seqs=5, max_num_batched_tokens=96, num_kv_pages_override=16, compile="all", **sizes
-    )
-    assert run_mixed_load(few) == run_mixed_load(llm)
-    assert (
-        set(few.ready.runner.counts.steps)
-        == {Bucket(5, 5), Bucket(96, 5)}
-        == set(few.ready.runner.device.programs.of_kind("forward"))
-    )
-    assert few.ready.runner.num_programs < llm.ready.runner.num_programs and few.ready.runner.num_compiles == 0
+    more = make_llm("llama_gqa", max_num_batched_tokens=96, num_kv_pages_override=7, compile="all", **ALL_BUCKETS)
+    assert run_mixed_load(more) == run_mixed_load(llm)
+    assert set(llm.ready.runner.counts.steps) == {Bucket(4, 4), Bucket(64, 4)} == set(llm.ready.runner.programs.forward)
+    sizes = {Bucket(2, 2), Bucket(4, 4), Bucket(64, 4), Bucket(96, 4)}
+    assert set(more.ready.runner.counts.steps) == sizes == set(more.ready.runner.programs.forward)
+    assert more.ready.runner.num_compiles == 0
 
 
 def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:
@@ -93,17 +88,22 @@ def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:
     )
 
 
-def test_programs_are_few(llm: LLM) -> None:
-    programs = llm.ready.runner.device.programs
-    assert len(programs.of_kind("forward")) + 2 * len(programs.of_kind("logprobs")) <= 12, (
-        "of every step: forward, greedy and random"
-    )
-    assert len(programs.of_kind("sample")) == 4 * len(programs.of_kind("logprobs")) and len(programs) <= 30
+def test_programs_are_those_of_its_buckets(llm: LLM) -> None:
+    programs = llm.ready.runner.programs
+    wanted = list(list_programs(llm.ready.shapes.buckets))
+    assert len(wanted) == len(programs) == 11
+    assert all(key in getattr(programs, kind) for kind, key in wanted)
+
+
+def test_programs_of_the_defaults_are_few() -> None:
+    kinds = Counter(kind for kind, _ in list_programs(make_buckets("cpu", 5, 96)))
+    assert kinds["forward"] + 2 * kinds["logprobs"] <= 12, "of every step: forward, greedy and random"
+    assert kinds["sample"] == 4 * kinds["logprobs"] and kinds.total() <= 30
 
 
 def test_a_step_without_a_program_is_an_error_not_a_compilation(llm: LLM) -> None:
-    plan = StepPlan(0, tuple(range(6)), tuple(range(6)), (), (), ())
-    with pytest.raises(MissingProgramError, match="6 tokens in 6 rows"):
+    plan = StepPlan(0, tuple(range(5)), tuple(range(5)), (), (), ())
+    with pytest.raises(MissingProgramError, match="5 tokens in 5 rows"):
         llm.ready.runner.start(plan)
 
 
@@ -140,23 +140,21 @@ def test_bad_requests_name_the_field_and_harm_nobody(llm: LLM) -> None:
     assert generate_ids(llm, [[5, 6, 7]], greedy(8)) == expected
 
 
-def test_non_finite_logits_end_one_request() -> None:
-    llm = make_llm("llama_tied")
-    expected = generate_ids(llm, [[5, 6, 7]], greedy(6))
-    embed = jax.device_get(llm.ready.runner.params["embed"]["weight"]).copy()
-    embed[11] = np.nan  # tied: row 11 of the head is NaN as well, for everybody
-    canonical = {**jax.device_get(llm.ready.runner.params), "embed": {"weight": embed}}
-    llm.update_weights(canonical)
-    outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}], greedy(6), use_tqdm=False)
+def test_non_finite_logits_end_one_request(roomy: LLM) -> None:
+    expected = generate_ids(roomy, [[5, 6, 7]], greedy(6))
+    original = jax.device_get(roomy.ready.runner.params)
+    head = original["lm_head"]["weight"].copy()
+    head[11] = np.nan
+    roomy.update_weights({**original, "lm_head": {"weight": head}})
+    outputs = roomy.generate([{"prompt_token_ids": [5, 6, 7]}], greedy(6), use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error"
     assert isinstance(outputs[0].error, NonFiniteLogitsError)
-    embed[11] = 0
-    llm.update_weights(canonical)
-    assert len(generate_ids(llm, [[5, 6, 7]], greedy(6))[0]) == len(expected[0])
+    roomy.update_weights(original)
+    assert generate_ids(roomy, [[5, 6, 7]], greedy(6)) == expected
 
 
-def test_update_weights_swaps_in_place_and_keeps_running_requests() -> None:
-    llm = make_llm("llama_gqa")
+def test_update_weights_swaps_in_place_and_keeps_running_requests(roomy: LLM) -> None:
+    llm = roomy
     original = jax.device_get(llm.ready.runner.params)
     first = generate_ids(llm, [[5, 6, 7, 8]], greedy(12))
     changed = jax.tree.map(lambda leaf: leaf * np.float32(1.5) if leaf.ndim > 1 else leaf.copy(), original)
@@ -183,8 +181,8 @@ def test_update_weights_swaps_in_place_and_keeps_running_requests() -> None:
     assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) == first
 
 
-def test_new_weights_may_come_from_the_files_of_a_checkpoint(tmp_path: Path) -> None:
-    llm, path = make_llm("llama_gqa"), load_case("llama_gqa").path
+def test_new_weights_may_come_from_the_files_of_a_checkpoint(roomy: LLM, tmp_path: Path) -> None:
+    llm, path = roomy, load_case("llama_gqa").path
     first = generate_ids(llm, [[5, 6, 7, 8]], greedy(12))
     changed = jax.tree.map(lambda leaf: leaf * 2, jax.device_get(llm.ready.runner.params))
     llm.update_weights(changed)

@@ -23,12 +23,11 @@ from jaxserve.errors import ConfigError
 from jaxserve.presets import demo_model_dir
 from jaxserve.runtime.identity import digest_params, find_difference
 from jaxserve.scheduler.sequence import MASK_LATE
-from tests.e2e.helpers import PROGRAMS, make_llm
+from tests.e2e.helpers import PROGRAMS, make_demo, make_llm
 from tests.golden_cases import load_case
 from tests.quantized_files import METHODS, write_quantized
 
 CACHE = ("--compilation-cache-dir", str(PROGRAMS))
-SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 160, "num_kv_pages_override": 7}
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
@@ -37,9 +36,9 @@ SCHEMA = {
 }
 
 
-def make_demo(path: Path, **options: Any) -> LLM:
-    options = {"record_steps": str(path), "compilation_cache_dir": str(PROGRAMS), "show_progress": False} | options
-    return LLM(**(SMALL | options))
+def make_recording(path: Path) -> LLM:
+    """An engine that writes its steps there, with few pages."""
+    return make_demo(record_steps=str(path), num_kv_pages_override=7)
 
 
 def make_params() -> list[SamplingParams]:
@@ -66,7 +65,7 @@ def read_calls(path: Path) -> list[dict[str, Any]]:
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recording of all at once, with too few pages and masks that are late."""
     path = tmp_path_factory.mktemp("recording") / "steps.jsonl"
-    llm = make_demo(path)
+    llm = make_recording(path)
     llm.ready.engine._grammars._mask_timeout = 0.0
     prompts = [f"{index}: Once upon a time there was a king. " * (2 + 2 * (index % 3)) for index in range(8)]
     llm.generate(prompts, make_params(), use_tqdm=False)
@@ -167,11 +166,14 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_other_weights_are_refused_by_name(
-    recording: Path, other_weights: Path, capsys: pytest.CaptureFixture[str]
+    recording: Path, other_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, told = replay(recording, capsys, "--model", str(other_weights))
     assert status == 2 and "jaxserve: weights: the recording is of" in told
-    status, _, told = replay(recording, capsys, "--model", str(load_case("llama_gqa").path))
+    other_model = shutil.copytree(demo_model_dir(), tmp_path / "model")
+    config = json.loads((other_model / "config.json").read_text())
+    (other_model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.01}))
+    status, _, told = replay(recording, capsys, "--model", str(other_model))
     assert status == 2 and "jaxserve: model." in told
 
 
@@ -179,10 +181,10 @@ def test_new_weights_are_given_to_a_replay(
     other_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "updated.jsonl"
-    llm = make_demo(path)
+    llm = make_recording(path)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (before,) = llm.generate("Once upon a time", params, use_tqdm=False)
-    updated = LLM(str(other_weights), **SMALL, compilation_cache_dir=str(PROGRAMS), show_progress=False)
+    updated = make_demo(str(other_weights))
     num_compiles = llm.ready.runner.num_compiles
     llm.update_weights(jax.device_get(updated.ready.runner.params))
     assert llm.ready.runner.num_compiles == num_compiles
@@ -199,7 +201,7 @@ def test_new_weights_are_given_to_a_replay(
 
 def test_a_fault_and_an_interrupt_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "faults.jsonl"
-    llm = make_demo(path)
+    llm = make_recording(path)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     sample, runner = llm.ready.runner.sample, llm.ready.runner
     for error in (RuntimeError("the device is lost"), KeyboardInterrupt()):

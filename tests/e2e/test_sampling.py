@@ -9,6 +9,7 @@ from jax.nn import log_softmax
 from jaxserve import LLM, BeamSearchParams, LogitsProcessor, SamplingParams
 from jaxserve.errors import InvalidRequestError, NoTokenLeftError
 from jaxserve.request import RequestOutput
+from tests.e2e.engines import Engines
 from tests.e2e.helpers import LogitsRecorder, generate_ids, greedy, make_llm
 from tests.golden_cases import load_case
 
@@ -25,9 +26,9 @@ MIXED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return make_llm(CASE)
+@pytest.fixture
+def llm(engines: Engines) -> LLM:
+    return engines.get(make_llm, CASE)
 
 
 def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams] | SamplingParams) -> list[RequestOutput]:
@@ -73,10 +74,9 @@ def test_contradictions_end_the_request_and_no_other(llm: LLM) -> None:
     assert good.outputs[0].token_ids == run(llm, PROMPTS[1:2], greedy(4))[0].outputs[0].token_ids
 
 
-def test_logprobs_are_those_of_the_model() -> None:
-    llm = make_llm(CASE)
-    recorder = LogitsRecorder(llm)
-    (output,) = run(llm, PROMPTS[:1], greedy(6, logprobs=3, temperature=0.8, seed=1, logit_bias={3: 2.0}))
+def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
+    with LogitsRecorder(llm) as recorder:
+        (output,) = run(llm, PROMPTS[:1], greedy(6, logprobs=3, temperature=0.8, seed=1, logit_bias={3: 2.0}))
     completion = output.outputs[0]
     assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids) == 6
     total = 0.0
@@ -114,8 +114,8 @@ def test_prompts_are_scored_whatever_their_last_chunk_is(llm: LLM, length: int) 
     assert [found is None for found in output.prompt_logprobs] == [True] + [False] * (length - 1)
 
 
-def test_all_logprobs_when_the_engine_allows_them() -> None:
-    llm = make_llm(CASE, max_logprobs=-1)
+def test_all_logprobs_when_the_engine_allows_them(llm: LLM, engines: Engines) -> None:
+    some, llm = llm, engines.get(make_llm, CASE, max_logprobs=-1)
     (output,) = run(llm, PROMPTS[:1], greedy(2, logprobs=-1))
     (found, _) = output.outputs[0].logprobs
     assert len(found) == llm.ready.shapes.model.vocab_size
@@ -125,12 +125,12 @@ def test_all_logprobs_when_the_engine_allows_them() -> None:
     with pytest.raises(InvalidRequestError, match=r"prompt_logprobs: .*at most 20.*got 21"):
         run(llm, PROMPTS[1:2], greedy(1, prompt_logprobs=21))
     with pytest.raises(InvalidRequestError, match=r"logprobs: .*at most 20.*got all"):
-        run(make_llm(CASE), PROMPTS[:1], greedy(2, logprobs=-1))
+        run(some, PROMPTS[:1], greedy(2, logprobs=-1))
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_completions_of_one_prompt_share_its_pages_and_differ(caching: bool) -> None:
-    llm = make_llm(CASE, enable_prefix_caching=caching, max_num_seqs=4)
+def test_completions_of_one_prompt_share_its_pages_and_differ(caching: bool, llm: LLM, engines: Engines) -> None:
+    llm = llm if caching else engines.get(make_llm, CASE, enable_prefix_caching=False)
     prompt = (PROMPTS[0] * 20)[:100]
     params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=8, ignore_eos=True)
     computed_before = llm.ready.runner.counts.useful_tokens
@@ -150,10 +150,10 @@ def test_more_completions_than_rows_and_a_greedy_pair(llm: LLM) -> None:
     assert len(output.outputs) == 7 and len({tuple(c.token_ids) for c in output.outputs}) == 1
 
 
-def test_preempted_rows_with_penalties_go_on_as_if_nothing_had_happened() -> None:
+def test_preempted_rows_with_penalties_go_on_as_if_nothing_had_happened(llm: LLM, engines: Engines) -> None:
     params = greedy(90, frequency_penalty=0.7, repetition_penalty=1.2, logit_bias={11: 1.5})
-    roomy = generate_ids(make_llm(CASE), PROMPTS[:3], params)
-    tight = make_llm(CASE, num_kv_pages_override=7, enable_prefix_caching=False)
+    roomy = generate_ids(llm, PROMPTS[:3], params)
+    tight = engines.get(make_llm, CASE, num_kv_pages_override=7, enable_prefix_caching=False)
     outputs = run(tight, PROMPTS[:3], params)
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
     assert [output.outputs[0].token_ids for output in outputs] == roomy
@@ -184,16 +184,16 @@ def test_what_this_model_cannot_do_is_refused_by_name(llm: LLM, options: dict, f
     assert run(llm, PROMPTS[:1], greedy(2))[0].finished, "the engine is unharmed"
 
 
-def test_a_processor_of_the_users_own_runs_where_it_is_asked_for() -> None:
+def test_a_processor_of_the_users_own_runs_where_it_is_asked_for(llm: LLM) -> None:
     processor = LogitsProcessor(lambda logits, given: logits.at[7].add(given["push"] - given["pull"]), ("push", "pull"))
-    llm = make_llm(CASE, logits_processor=processor)
-    pushed, plain = run(llm, PROMPTS[:2], [greedy(3, extra_args={"pull": 1.0, "push": 1e4}), greedy(3)])
+    pushing = make_llm(CASE, logits_processor=processor)
+    pushed, plain = run(pushing, PROMPTS[:2], [greedy(3, extra_args={"pull": 1.0, "push": 1e4}), greedy(3)])
     assert pushed.outputs[0].token_ids == [7, 7, 7]
     assert plain.outputs[0].token_ids == list(load_case(CASE).greedy[1][:3])
     with pytest.raises(InvalidRequestError, match=r"extra_args: must be push, pull, got \['push'\]"):
-        run(llm, PROMPTS[:1], greedy(1, extra_args={"push": 1.0}))
+        run(pushing, PROMPTS[:1], greedy(1, extra_args={"push": 1.0}))
     with pytest.raises(InvalidRequestError, match="extra_args: this engine has no logits_processor"):
-        run(make_llm(CASE), PROMPTS[:1], greedy(1, extra_args={"push": 1.0}))
+        run(llm, PROMPTS[:1], greedy(1, extra_args={"push": 1.0}))
 
 
 def test_beam_search_finds_a_likelier_text_than_greedy(llm: LLM) -> None:

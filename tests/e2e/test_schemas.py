@@ -21,7 +21,8 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.presets import demo_model_dir
 from jaxserve.request import CompletionOutput
 from jaxserve.structured import GrammarCompiler
-from tests.e2e.test_structured import ENGINE
+from tests.e2e.engines import Engines
+from tests.e2e.helpers import make_demo
 from tests.examples import scale_examples
 from tests.structured.schemas import INTEGER, LEAVES, REALISTIC, SCHEMAS, STRING, Schema, make_nested, make_object
 from tests.structured.walks import walk
@@ -215,14 +216,14 @@ def test_formats_are_checked(name: str, good: str, bad: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def demo() -> LLM:
-    return LLM(**ENGINE)
+def demo(engines: Engines) -> LLM:
+    return engines.get(make_demo)
 
 
 @pytest.fixture(scope="module")
-def random_weights() -> LLM:
+def random_weights(engines: Engines) -> LLM:
     """The demo model's vocabulary, and logits that mean nothing."""
-    return LLM(str(demo_model_dir()), load_format="dummy", **ENGINE)
+    return engines.get(make_demo, str(demo_model_dir()), load_format="dummy")
 
 
 @pytest.fixture(scope="module")

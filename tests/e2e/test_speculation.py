@@ -24,21 +24,15 @@ from tests.e2e.drafters import (
     run_scripted,
     teach,
 )
+from tests.e2e.engines import Engines
 from tests.e2e.helpers import MAX_MODEL_LEN, greedy, make_llm, run_on_devices
 from tests.e2e.test_decode_steps import PROMPTS, SHAPED, watch_widths
 from tests.e2e.test_fast_equals_slow import PARAMS
 
 INPUTS = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-SIZES: dict[str, Any] = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "page_size": 8,
-    "num_kv_pages_override": 44,  # four rows of the longest prompts and answers do not fit
-    "precompile_bs_paddings": [4],
-    "precompile_token_paddings": [64],
-    "logits_processor": LogitsProcessor(lambda logits, given: logits.at[7].add(given["push"]), ("push",)),
-}
-make = partial(make_llm, "llama_gqa", **SIZES)
+FEW_PAGES: dict[str, Any] = {"page_size": 8, "num_kv_pages_override": 44}  # four of the longest rows do not fit
+PUSH = LogitsProcessor(lambda logits, given: logits.at[7].add(given["push"]), ("push",))
+make = partial(make_llm, "llama_gqa", **FEW_PAGES, logits_processor=PUSH)
 MORE_SHAPED = [
     {"temperature": 1.2, "min_p": 0.03, "top_k": 30, "top_p": 0.9, "frequency_penalty": 1.0, "seed": 1},
     {"suppress_tokens": list(range(100, 200)), "repetition_penalty": 0.7},
@@ -51,15 +45,15 @@ SHAPED_PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    return make()
+@pytest.fixture
+def plain(engines: Engines) -> LLM:
+    return engines.get(make_llm, "llama_gqa", logits_processor=PUSH)
 
 
-@pytest.fixture(scope="module")
-def drafting() -> LLM:
+@pytest.fixture
+def drafting(engines: Engines) -> LLM:
     """An engine that verifies three drafts of each row in every step without chunks."""
-    return make_scripted(make, 3)
+    return engines.get(make_scripted, make, 3)
 
 
 def ask(plain: LLM, inputs: Any, params: Any) -> list[RequestOutput]:
@@ -93,10 +87,12 @@ def test_shaped_rows_beside_others(plain: LLM, drafting: LLM) -> None:
     check(plain, drafting, INPUTS[: len(params)], params)
 
 
-def test_the_runs_of_right_drafts_have_the_whole_width(plain: LLM, drafting: LLM) -> None:
+def test_the_runs_of_right_drafts_have_the_whole_width(
+    plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the first token, which comes with the prompt."""
     (expected,) = ask(plain, INPUTS[:1], greedy(22))
-    widths, outputs = watch_widths(drafting), []
+    widths = watch_widths(drafting, monkeypatch)
     teach(drafting, list_texts([expected]), Mode.RIGHT)
     counter = Counter(drafting)
     outputs = drafting.generate(INPUTS[:1], greedy(22), use_tqdm=False)
@@ -236,11 +232,10 @@ def test_widths_that_the_scheduler_chooses(plain: LLM) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_bias_window"])
 def test_windows(name: str) -> None:
-    sizes = SIZES | {"num_kv_pages_override": None, "logits_processor": None}
     rng = random.Random(5)
     inputs = [{"prompt_token_ids": [rng.randrange(3, 80) for _ in range(rng.randint(1, 70))]} for _ in range(6)]
     params = [greedy(60), greedy(70, frequency_penalty=0.5), *PARAMS[1:3], *PARAMS[4:6]]
-    plain, drafting = make_llm(name, **sizes), make_scripted(partial(make_llm, name, **sizes), 3)
+    plain, drafting = make_llm(name), make_scripted(partial(make_llm, name, page_size=8), 3)
     check(plain, drafting, inputs, params)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from jaxserve.runtime.arguments import make_compiler
 from jaxserve.sharding import make_mesh
 from pallas_kernels import gather_logical
 from tests.e2e.drafters import Counter, Tally, compare
-from tests.e2e.helpers import PROGRAMS, greedy, make_llm, run_on_devices
+from tests.e2e.engines import Engines
+from tests.e2e.helpers import greedy, make_demo, make_llm, run_on_devices
 from tests.e2e.test_decode_steps import PROMPTS
 from tests.e2e.test_fast_equals_slow import PARAMS
-from tests.e2e.test_speculation import SIZES as LLAMA_SIZES
-from tests.e2e.test_speculation_text import ALWAYS, DEMO_HEAD, FORMS, list_prompts, make
+from tests.e2e.test_speculation import FEW_PAGES
+from tests.e2e.test_speculation_text import ALWAYS, DEMO_HEAD, FORMS, list_prompts
 from tests.golden_cases import load_case
 from tests.models.drafters import HEAD, MIMO, TARGET, make_head, make_mtp, write_files
 from tests.models.naive import make_tensors
@@ -45,15 +45,15 @@ TEXT_PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    return make()
+@pytest.fixture
+def plain(engines: Engines) -> LLM:
+    return engines.get(make_demo)
 
 
-@pytest.fixture(scope="module", params=["greedy", pytest.param("probabilistic", marks=pytest.mark.thorough)])
-def drafting(request: pytest.FixtureRequest) -> Iterator[LLM]:
+@pytest.fixture(params=["greedy", pytest.param("probabilistic", marks=pytest.mark.thorough)])
+def drafting(request: pytest.FixtureRequest, engines: Engines) -> LLM:
     """The demo model with its head, which drafts for every step without chunks."""
-    yield make(speculative_config={**DEMO_HEAD, **ALWAYS, "draft_sample_method": request.param})
+    return engines.get(make_demo, speculative_config={**DEMO_HEAD, **ALWAYS, "draft_sample_method": request.param})
 
 
 def run(llm: LLM, inputs: Any, params: Any) -> tuple[list[RequestOutput], Tally]:
@@ -82,7 +82,7 @@ def test_the_demo_head(plain: LLM, drafting: LLM) -> None:
 @pytest.mark.thorough
 def test_few_pages(plain: LLM) -> None:
     """Preempted rows come back with the drafter's pages computed anew."""
-    tight = make(speculative_config={**DEMO_HEAD, **ALWAYS}, page_size=8, num_kv_pages_override=26)
+    tight = make_demo(speculative_config={**DEMO_HEAD, **ALWAYS}, page_size=8, num_kv_pages_override=26)
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
     found, tally = run(tight, CHATS, params)
     compare(found, ask(plain, CHATS, params))
@@ -113,9 +113,9 @@ def test_a_head_follows_steps_of_every_kind(plain: LLM, drafting: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (output,) = plain.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     text = [*prompt, *output.outputs[0].token_ids]
-    whole = make(speculative_config=DEMO_HEAD, max_num_batched_tokens=128, precompile_token_paddings=[128])
+    whole = make_demo(speculative_config=DEMO_HEAD, max_num_batched_tokens=128, precompile_token_paddings=[128])
     expected = run_and_read(whole, text, 1)
-    resting = make(speculative_config=DEMO_HEAD | {"num_speculative_tokens_per_batch_size": [[1, 64, 0]]})
+    resting = make_demo(speculative_config=DEMO_HEAD | {"num_speculative_tokens_per_batch_size": [[1, 64, 0]]})
     for llm in (resting, drafting):
         found = run_and_read(llm, prompt, 40)
         for part, whole_part in zip(found, expected, strict=True):
@@ -138,11 +138,10 @@ def run_and_read(llm: LLM, prompt: list[int], max_tokens: int) -> tuple[np.ndarr
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", pytest.param("gemma2", marks=pytest.mark.thorough)])
-def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right(name: str, engines: Engines) -> None:
     """Greedily. Its pages are those of all layers, windows included."""
     config = {"method": "draft_model", "model": str(load_case(name).path), "num_speculative_tokens": 4, **ALWAYS}
-    sizes = LLAMA_SIZES | {"logits_processor": None}
-    drafting, plain = make_llm(name, speculative_config=config, **sizes), make_llm(name, **sizes)
+    drafting, plain = make_llm(name, speculative_config=config, **FEW_PAGES), engines.get(make_llm, name)
     inputs = [{"prompt_token_ids": [token % 80 for token in prompt]} for prompt in PROMPTS]
     found, tally = run(drafting, inputs, greedy(41))
     compare(found, plain.generate(inputs, greedy(41), use_tqdm=False))
@@ -168,8 +167,7 @@ def write_random(folder: Path, method: str) -> tuple[str, dict[str, Any]]:
 
 
 def make_random(target: str, **options: Any) -> LLM:
-    sizes = LLAMA_SIZES | {"logits_processor": None, "dtype": "float32", "max_model_len": 160, "show_progress": False}
-    return LLM(target, skip_tokenizer_init=True, compilation_cache_dir=str(PROGRAMS), **(sizes | options))
+    return make_demo(target, skip_tokenizer_init=True, max_model_len=160, **FEW_PAGES, **options)
 
 
 @pytest.mark.parametrize(

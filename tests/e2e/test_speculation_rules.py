@@ -24,23 +24,23 @@ from tests.e2e.drafters import (
     run_scripted,
     teach,
 )
-from tests.e2e.helpers import generate_ids, greedy, make_llm
-from tests.e2e.test_speculation import INPUTS, PARAMS, SHAPED_PARAMS, SIZES, make
+from tests.e2e.engines import Engines
+from tests.e2e.helpers import generate_ids, greedy, make_demo, make_llm
+from tests.e2e.test_speculation import FEW_PAGES, INPUTS, PARAMS, PUSH, SHAPED_PARAMS, make
 from tests.e2e.test_speculation_heads import CHATS, ask
 from tests.e2e.test_speculation_text import DEMO_HEAD
-from tests.e2e.test_speculation_text import make as make_demo
 
 ROWS = 32
 
 
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    return make()
+@pytest.fixture
+def plain(engines: Engines) -> LLM:
+    return engines.get(make_llm, "llama_gqa", logits_processor=PUSH)
 
 
-@pytest.fixture(scope="module")
-def drafting() -> LLM:
-    return make_scripted(make, 3)
+@pytest.fixture
+def drafting(engines: Engines) -> LLM:
+    return engines.get(make_scripted, make, 3)
 
 
 @pytest.mark.thorough
@@ -114,7 +114,6 @@ def test_after_a_fault_drafting_goes_on(plain: LLM, drafting: LLM, where: str, n
     """Rows in the failed step end with the error; the others come back with their tokens in the history."""
     expected = plain.generate(INPUTS, PARAMS, use_tqdm=False)
     teach(drafting, list_texts(expected), Mode.RIGHT)
-    break_step(drafting, number, where)
     reset, engine = drafting.ready.runner.reset, drafting.ready.engine
 
     def reset_and_teach() -> None:
@@ -124,6 +123,7 @@ def test_after_a_fault_drafting_goes_on(plain: LLM, drafting: LLM, where: str, n
 
     drafting.ready.runner.reset = reset_and_teach  # type: ignore[method-assign]
     counter = Counter(drafting)
+    break_step(drafting, number, where)
     found = drafting.generate(INPUTS, PARAMS, use_tqdm=False)
     drafting.ready.runner.reset = reset  # type: ignore[method-assign]
     tally = check_tally(drafting, counter, Mode.RIGHT)
@@ -192,7 +192,7 @@ def test_nothing_compiles_after_ready() -> None:
     """Neither what verifies, nor what looks drafts up or remembers answers."""
     config: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}
     config |= {"num_speculative_tokens_per_batch_size": [[1, 1, 3]]}
-    sizes = SIZES | {"max_num_seqs": 1, "precompile_bs_paddings": [1], "logits_processor": None}
+    sizes = FEW_PAGES | {"max_num_seqs": 1, "precompile_bs_paddings": [1]}
     llm = make_llm("llama_gqa", speculative_config=config, compile="all", **sizes)
     shaped = [each for each in SHAPED_PARAMS if not each.extra_args]
     run_without_compiling(llm, INPUTS[:7], [greedy(40, logprobs=1, prompt_logprobs=1), *PARAMS[1:4], *shaped[:3]])

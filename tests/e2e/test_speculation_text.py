@@ -6,7 +6,6 @@ import json
 import random
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +19,23 @@ from jaxserve.engine.grammars import StepMasks
 from jaxserve.presets import demo_head_dir
 from jaxserve.request import RequestOutput
 from tests.e2e.drafters import Mode, Tally, compare, list_texts, make_scripted, run_scripted, teach
-from tests.e2e.helpers import PROGRAMS
+from tests.e2e.engines import Engines
+from tests.e2e.helpers import PROGRAMS, make_demo
 from tests.e2e.test_structured import SCHEMA, SMALL
 
-SIZES: dict[str, Any] = {
-    "dtype": "float32",
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 192,
-    "precompile_bs_paddings": [4],
-    "precompile_token_paddings": [64],
-    "compilation_cache_dir": str(PROGRAMS),
-    "show_progress": False,
-}
-make = partial(LLM, **SIZES)
 DEMO_HEAD: dict[str, Any] = {"method": "eagle3", "model": "demo", "num_speculative_tokens": 4}
 ALWAYS = {"num_speculative_tokens_per_batch_size": [[1, 64, 4]]}
 STORY = "Once upon a time there was a king. "
 
 
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    return make()
+@pytest.fixture
+def plain(engines: Engines) -> LLM:
+    return engines.get(make_demo)
 
 
-@pytest.fixture(scope="module")
-def drafting() -> LLM:
-    return make_scripted(make, 3)
+@pytest.fixture
+def drafting(engines: Engines) -> LLM:
+    return engines.get(make_scripted, make_demo, 3)
 
 
 def ask(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
@@ -155,7 +144,7 @@ def test_stop_strings_and_bad_words_inside_runs(plain: LLM, drafting: LLM) -> No
 def test_a_recording_is_replayed_equal(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """With late masks and a fault."""
     path = tmp_path / "steps.jsonl"
-    llm = make(speculative_config=config | ALWAYS, record_steps=str(path))
+    llm = make_demo(speculative_config=config | ALWAYS, record_steps=str(path))
     llm.ready.engine._grammars._mask_timeout = 0.0
     params = [*FORMS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)]
     prompts = [STORY * (2 + 2 * (index % 3)) for index in range(len(params))]
@@ -183,7 +172,7 @@ def test_a_recording_is_replayed_equal(config: dict[str, Any], tmp_path: Path, c
 def test_a_recording_is_refused_with_another_head(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path, head = tmp_path / "steps.jsonl", tmp_path / "head"
     shutil.copytree(demo_head_dir(), head)
-    llm = make(speculative_config=DEMO_HEAD | ALWAYS | {"model": str(head)}, record_steps=str(path))
+    llm = make_demo(speculative_config=DEMO_HEAD | ALWAYS | {"model": str(head)}, record_steps=str(path))
     ask(llm, [SamplingParams(max_tokens=3)])
     (weights,) = head.glob("*.safetensors")
     tensors = load_file(weights)

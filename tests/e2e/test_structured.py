@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.errors import InvalidRequestError
-from tests.e2e.helpers import PROGRAMS
+from tests.e2e.engines import Engines
+from tests.e2e.helpers import make_demo
 
 SCHEMA = {
     "type": "object",
@@ -25,19 +25,9 @@ SCHEMA = {
 }
 
 
-ENGINE: dict[str, Any] = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "precompile_bs_paddings": [4],
-    "precompile_token_paddings": [64],
-    "compilation_cache_dir": str(PROGRAMS),
-    "show_progress": False,
-}
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(**ENGINE)
+@pytest.fixture
+def llm(engines: Engines) -> LLM:
+    return engines.get(make_demo)
 
 
 def ask(llm: LLM, params: list[SamplingParams]) -> list[str]:
@@ -87,11 +77,11 @@ def test_many_seeds_and_more_requests_than_rows(llm: LLM) -> None:
         assert set(found) == {"name", "age", "tags"} and 0 <= found["age"] <= 120
 
 
-def test_batched_equals_alone_and_overlap_changes_nothing(llm: LLM) -> None:
+def test_batched_equals_alone_and_overlap_changes_nothing(llm: LLM, engines: Engines) -> None:
     params = [make(seed, json=SCHEMA, disable_any_whitespace=True) for seed in (5, 6, 7)]
     together = ask(llm, params)
     assert [ask(llm, [each])[0] for each in params] == together
-    plain_loop = LLM(**ENGINE, async_scheduling=False)
+    plain_loop = engines.get(make_demo, async_scheduling=False)
     assert ask(plain_loop, params) == together
 
 
@@ -183,7 +173,7 @@ def test_suppressed_tokens_leave_a_small_grammar_its_other_texts(llm: LLM) -> No
 @pytest.mark.thorough
 def test_small_grammars_are_followed_on_the_device(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No mask is made for them, also after a preemption, and a row can follow one after another."""
-    tight = LLM(**ENGINE, num_kv_pages_override=8, page_size=8, max_model_len=56)
+    tight = make_demo(num_kv_pages_override=8, page_size=8, max_model_len=56)
     monkeypatch.setattr("jaxserve.engine.grammars.GrammarRows.make_masks", None)
     regex = "[a-c][0-2]([a-c][0-2]?)?"
     params = [make(seed, regex=regex) for seed in range(12)]

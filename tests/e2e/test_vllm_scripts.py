@@ -24,15 +24,20 @@ from jaxserve import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from jaxserve.config import EngineConfig
 from tests.doc_pages import compile_little
+from tests.e2e.helpers import DEMO
 
 MODEL = "demo"
 PROMPTS = ["Hello, my name is", "Once upon a time", "The capital of France is", "The cat sat on"]
 
 
 @pytest.fixture(autouse=True)
-def one_cache_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a script leaves sizes to the engine, it has those of the other tests."""
     compile_little(monkeypatch)
+    from_options = EngineConfig.from_options
+    monkeypatch.setattr(EngineConfig, "from_options", lambda **options: from_options(**(DEMO | options)))
 
 
 def test_basic_and_metrics() -> None:
@@ -117,7 +122,7 @@ number ::= "1 " | "2 "
 
 
 def test_structured_outputs() -> None:
-    llm = LLM(model=MODEL, max_model_len=256)
+    llm = LLM(model=MODEL)
 
     def generate(structured: StructuredOutputsParams, **options: object) -> str:
         params = SamplingParams(structured_outputs=structured, temperature=0, **options)  # type: ignore[arg-type]
@@ -158,9 +163,7 @@ def test_streaming() -> None:
         return text
 
     async def main() -> list[str]:
-        engine = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=MODEL, enforce_eager=True, max_num_seqs=4, max_model_len=256)
-        )
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=MODEL, enforce_eager=True))
         try:
             texts = [await stream(engine, prompt, f"stream-{at}") for at, prompt in enumerate(PROMPTS[:2])]
             assert await engine.reset_prefix_cache()
