@@ -1,4 +1,4 @@
-"""Drafters with weights against plain mathematics: a catch-up pass over 20 tokens, then three chained passes."""
+"""Drafters with weights against plain mathematics: a catch-up pass over 21 tokens, then three chained passes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tests.models.drafters import (
 )
 from tests.models.naive import NaiveRunner, build_params, make_tensors
 
-TOKENS, PASSES, TOLERANCE = 20, 3, 1e-4
-STORED = slice(6, 12)  # tokens whose states nobody asks for
+TOKENS, PASSES, TOLERANCE = 21, 3, 1e-4  # three chunks of one size, which the first and the last share a program of
+STORED = slice(7, 14)  # tokens whose states nobody asks for
 Step = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]  # (state, token id) -> (next state, logits)
 
 
@@ -47,9 +47,9 @@ def check_parity(runner: DrafterRunner, combine: Callable[[np.ndarray], np.ndarr
     rng = np.random.default_rng(7)
     hidden = rng.standard_normal((TOKENS, num_aux * D)).astype(np.float32)
     ids = rng.integers(0, V, TOKENS + PASSES)
-    states = [runner.follow(hidden[:6], ids[:6])]
+    states = [runner.follow(hidden[:7], ids[:7])]
     runner.follow(hidden[STORED], ids[STORED], only_stores=True)
-    states.append(runner.follow(hidden[12:], ids[12:TOKENS]))
+    states.append(runner.follow(hidden[14:], ids[14:TOKENS]))
     computed = [runner.logits(jnp.concatenate(states))]
     state = states[1][-1:]
     for token in ids[TOKENS:]:
@@ -176,9 +176,9 @@ def test_a_draft_model_gives_the_logits_of_its_own(tmp_path: Path):
     tensors = make_tensors(config, seed=4)
     runner = DrafterRunner("draft_model", write_files(tmp_path / "draft", raw, tensors), read_target(), {})
     ids = np.random.default_rng(7).integers(0, V, TOKENS + PASSES).tolist()
-    states = [runner.follow(None, ids[:6])]
+    states = [runner.follow(None, ids[:7])]
     runner.follow(None, ids[STORED], only_stores=True)
-    states.append(runner.follow(None, ids[12:TOKENS]))
+    states.append(runner.follow(None, ids[14:TOKENS]))
     states += [runner.run_pass(states[-1][-1:], token) for token in ids[TOKENS:]]
     (expected,) = NaiveRunner(config, build_params(config, tensors), 1).run([ids])
     expected = np.delete(expected, STORED, axis=0)

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.layers.moe import MoEConfig
 from jaxserve.models.decoder import fit_devices
 from jaxserve.models.registry import parse_config
 from jaxserve.presets import load_preset
+from jaxserve.runtime.shapes import make_shapes
+from jaxserve.runtime.startup import plan_pools
 from pallas_kernels import KVSpec, page_bytes
-from tests.e2e.helpers import make_llm, run_on_devices
 from tests.golden_cases import GOLDENS
 from tests.models.test_experts import change_files, check_refused
 
@@ -123,15 +125,11 @@ def test_sizes_that_divide_are_named() -> None:
         fit_devices(config, 8)
 
 
-_SIZES = """
-import json
-from tests.e2e.helpers import make_llm
-pool = make_llm("deepseek_v3", tensor_parallel_size=4).ready.runner.device.cache[0]
-print(json.dumps([pool.shape[1:], pool.addressable_shards[0].data.shape[1:]]))
-"""
-
-
-def test_every_device_holds_the_rows() -> None:
-    _, page_size, width = make_llm("deepseek_v3").ready.runner.device.cache[0].shape[1:]
-    assert width == 12 + 8
-    assert run_on_devices(4, _SIZES) == [[4, page_size, width], [1, page_size, width]]
+@pytest.mark.parametrize("devices", [1, 4])
+def test_every_device_holds_the_rows(devices: int) -> None:
+    """A pool has one KV head for each device; test_tensor_parallel.py shows that pools are cut by heads."""
+    options = EngineConfig.from_options(max_num_seqs=4, max_num_batched_tokens=64, tensor_parallel_size=devices)
+    model = fit_devices(parse_config(read("deepseek_v3")).with_max_model_len(160), devices)
+    shapes = make_shapes(options, model, "cpu", "cpu")
+    (pool,) = plan_pools(shapes, budget=2**24).pool_shapes
+    assert pool[1:] == (devices, shapes.specs[0].page_size, 12 + 8)

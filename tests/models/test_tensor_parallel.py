@@ -13,6 +13,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.decoder import fit_devices
 from jaxserve.models.registry import param_specs, parse_config
 from tests.models.run_tensor_parallel import CASES, DRAFTER
+from tests.programs import QUICK_ENV
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [  # each way to split weights: the others mix these
@@ -66,7 +67,7 @@ def test_one_device_changes_nothing():
     ],
 )
 def test_four_devices_equal_one(names: list[str]):
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"} | QUICK_ENV
     script = Path(__file__).with_name("run_tensor_parallel.py")
     done = subprocess.run(
         [sys.executable, str(script), *names],

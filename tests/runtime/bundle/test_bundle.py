@@ -25,6 +25,7 @@ from jaxserve.runtime.bundle.write import write_bundle
 from jaxserve.scheduler_options import SchedulerOptions
 from tests.e2e.helpers import run_on_devices, write_tiny_llama
 from tests.pallas_kernels.cpu_library import BUILT
+from tests.programs import QUICK_ENV
 
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_kv_pages_override": 16}
 SIZES |= {"precompile_bs_paddings": [2], "precompile_token_paddings": [64]}  # few programs: all are compiled
@@ -37,7 +38,9 @@ PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [7] * 30}]
 
 def build(model: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "jaxserve", "build", str(model), *FLAGS, "-o", str(folder), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"}, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | QUICK_ENV | {"COLUMNS": "120"}, check=False
+    )
 
 
 @pytest.fixture(scope="module")
