@@ -21,19 +21,22 @@ SIZES = {"max_num_batched_tokens": 96, **ALL_BUCKETS}
 
 def test_only_what_a_prompt_needs_is_compiled_and_only_once() -> None:
     llm = make_llm("llama_gqa", **SIZES)
-    programs = llm.ready.runner.programs
-    assert list(programs.forward) == [Bucket(64, 4)] and len(programs) == 2
+    programs = llm.ready.runner.device.programs
+    assert list(programs.of_kind("forward")) == [Bucket(64, 4)] and len(programs) == 2
     generate_ids(llm, [[5, 6, 7]], greedy(4))
-    assert list(programs.forward) == [Bucket(64, 4), Bucket(2, 2)]
-    assert list(programs.sample) == [(4, 1, SampleVariant.GREEDY), (2, 1, SampleVariant.GREEDY)] and len(programs) == 5
+    assert list(programs.of_kind("forward")) == [Bucket(64, 4), Bucket(2, 2)]
+    assert (
+        list(programs.of_kind("sample")) == [(4, 1, SampleVariant.GREEDY), (2, 1, SampleVariant.GREEDY)]
+        and len(programs) == 5
+    )
     before = llm.ready.runner.num_compiles
     generate_ids(llm, [[5, 6, 7]], greedy(4))
     assert len(programs) == 5 and llm.ready.runner.num_compiles == before
     llm.generate([{"prompt_token_ids": [5] * 80}], greedy(2, logprobs=1, bad_words=None), use_tqdm=False)
     assert (
-        Bucket(96, 4) in programs.forward
-        and set(programs.logprobs) == {(2, 1), (4, 1)}
-        and not programs.prompt_logprobs
+        Bucket(96, 4) in programs.of_kind("forward")
+        and set(programs.of_kind("logprobs")) == {(2, 1), (4, 1)}
+        and not programs.of_kind("prompt_logprobs")
     )
 
 

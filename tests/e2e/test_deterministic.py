@@ -34,8 +34,8 @@ def test_a_dozen_neighbourhoods(case: str, dtype: str) -> None:
     assert llm.ready.engine.scheduler.counts.num_preemptions == 0
     sizes = {(bucket.tokens, bucket.rows) for bucket in llm.ready.runner.counts.steps}
     assert sizes == {(4, 4), (64, 4)}, "two forward programs"
-    programs = llm.ready.runner.programs
-    assert set(programs.sample) == {(4, 1, SampleVariant.GREEDY), (4, 1, SampleVariant.MASKED)}
+    programs = llm.ready.runner.device.programs
+    assert set(programs.of_kind("sample")) == {(4, 1, SampleVariant.GREEDY), (4, 1, SampleVariant.MASKED)}
 
 
 @pytest.mark.slow

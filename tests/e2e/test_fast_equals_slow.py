@@ -126,7 +126,7 @@ from tests.e2e.helpers import generate_ids, make_llm
 from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
 by_expert = {"enable_expert_parallel": True} if sys.argv[2:] else {}
 llm = make_llm(sys.argv[1], tensor_parallel_size=4, **by_expert)
-assert llm.ready.runner._cache[0].sharding.num_devices == 4
+assert llm.ready.runner.device.cache[0].sharding.num_devices == 4
 print(json.dumps(generate_ids(llm, PROMPTS, PARAMS)))
 """
 

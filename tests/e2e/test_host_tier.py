@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.errors import CapacityError, ConfigError
-from jaxserve.runtime import tier_start
+from jaxserve.features import tier_start
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm, run_on_devices
 
@@ -60,9 +60,11 @@ def run_plain(engines: Engines, case: str) -> list[list[int]]:
 def test_tokens_equal_those_without_it(case: str, engines: Engines) -> None:
     """Those of Gemma have windows, and so two groups."""
     tokens, llm = run_plain(engines, case), make_tiny(case)
-    engine, programs = llm.ready.engine, llm.ready.runner.programs
+    engine, programs = llm.ready.engine, llm.ready.runner.device.programs
     groups = set(range(1 if case == "llama_gqa" else 2))
-    assert set(programs.read_pages) == set(programs.write_pages) == groups, "before the first step"
+    assert set(programs.of_kind("read_pages")) == set(programs.of_kind("write_pages")) == groups, (
+        "before the first step"
+    )
     assert not engine.runner.counts.steps and not engine.runner.counts.bytes_saved, "the start is not counted"
     assert run_turns(llm) == tokens
     assert run_turns(llm) == tokens, "now with what the first round left on the host"
@@ -76,7 +78,8 @@ def test_tokens_equal_those_without_it(case: str, engines: Engines) -> None:
 def test_failed_copies_are_misses_and_three_end_the_tier(engines: Engines) -> None:
     tokens, llm = run_plain(engines, "llama_gqa"), make_tiny("llama_gqa")
     engine = llm.ready.engine
-    slots, tier = engine.runner.host_slots, engine.scheduler.pages.host
+    (copies,) = engine.runner.features
+    slots, tier = copies.slots, engine.scheduler.pages.host
     run_turns(llm)
     copy, lost = slots._copy, []
 

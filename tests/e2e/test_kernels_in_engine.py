@@ -43,7 +43,7 @@ def test_tpu_kernels_serve_the_same_tokens(tmp_path: Path) -> None:
     two_layers = write_tiny_llama(tmp_path)
     expected = generate_ids(make_tiny(two_layers, dtype="float32"), PROMPTS, greedy(4))
     llm = make_tiny(two_layers, dtype="float32", attention_impl="tpu_interpret")
-    assert llm.ready.runner._cache[0].shape[1:] == (1, 32, 128), "keys and values side by side"
+    assert llm.ready.runner.device.cache[0].shape[1:] == (1, 32, 128), "keys and values side by side"
     assert generate_ids(llm, PROMPTS, greedy(4)) == expected
 
 

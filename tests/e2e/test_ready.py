@@ -17,7 +17,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequestError, MissingProgramError, NonFiniteLogitsError, WeightsError
 from jaxserve.request import Request
 from jaxserve.runtime.buckets import Bucket, make_buckets
-from jaxserve.runtime.program_list import list_programs
+from jaxserve.runtime.step_programs import list_programs
 from jaxserve.scheduler import StepPlan
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import ALL_BUCKETS, generate_ids, greedy, make_llm
@@ -72,9 +72,13 @@ def test_nothing_compiles_after_ready(llm: LLM) -> None:
 def test_padded_sizes_are_those_of_the_options(llm: LLM) -> None:
     more = make_llm("llama_gqa", max_num_batched_tokens=96, num_kv_pages_override=7, compile="all", **ALL_BUCKETS)
     assert run_mixed_load(more) == run_mixed_load(llm)
-    assert set(llm.ready.runner.counts.steps) == {Bucket(4, 4), Bucket(64, 4)} == set(llm.ready.runner.programs.forward)
+    assert (
+        set(llm.ready.runner.counts.steps)
+        == {Bucket(4, 4), Bucket(64, 4)}
+        == set(llm.ready.runner.device.programs.of_kind("forward"))
+    )
     sizes = {Bucket(2, 2), Bucket(4, 4), Bucket(64, 4), Bucket(96, 4)}
-    assert set(more.ready.runner.counts.steps) == sizes == set(more.ready.runner.programs.forward)
+    assert set(more.ready.runner.counts.steps) == sizes == set(more.ready.runner.device.programs.of_kind("forward"))
     assert more.ready.runner.num_compiles == 0
 
 
@@ -89,7 +93,7 @@ def test_only_the_explicit_transfer_is_made(llm: LLM) -> None:
 
 
 def test_programs_are_those_of_its_buckets(llm: LLM) -> None:
-    programs = llm.ready.runner.programs
+    programs = llm.ready.runner.device.programs
     wanted = list(list_programs(llm.ready.shapes.buckets))
     assert len(wanted) == len(programs) == 11
     assert all(key in getattr(programs, kind) for kind, key in wanted)

@@ -12,11 +12,11 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.features import make_shapes
 from jaxserve.layers.moe import MoEConfig
 from jaxserve.models.decoder import fit_devices
 from jaxserve.models.registry import parse_config
 from jaxserve.presets import load_preset
-from jaxserve.runtime.shapes import make_shapes
 from jaxserve.runtime.startup import plan_pools
 from pallas_kernels import KVSpec, page_bytes
 from tests.golden_cases import GOLDENS
