@@ -1,4 +1,4 @@
-"""How weights are quantized while a checkpoint is read, as users say it."""
+"""The option `quantization_config`: how weights are quantized while a checkpoint is read."""
 
 from __future__ import annotations
 

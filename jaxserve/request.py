@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: plain values, no arrays."""
+"""Requests, which go into the engine, and their outputs: plain values, no arrays."""
 
 from __future__ import annotations
 

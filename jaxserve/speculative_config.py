@@ -1,4 +1,4 @@
-"""How tokens are drafted, in vLLM's keys."""
+"""The option `speculative_config`: how tokens are drafted, in vLLM's keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device the code being traced will run on."""
+"""The device that the code being traced will run on."""
 
 from __future__ import annotations
 

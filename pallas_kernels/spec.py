@@ -1,4 +1,4 @@
-"""What a caller says about the pool, a layer and a step, with all checks."""
+"""The caller's description of the pool, a layer and a step, with all checks."""
 
 from __future__ import annotations
 

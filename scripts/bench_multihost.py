@@ -1,4 +1,4 @@
-"""What other hosts cost rank 0: host time per step by the number of hosts that are told of it.
+"""Benchmark of several hosts: rank 0's host time per step by the number of hosts that are told of it.
 
 The loop is that of `bench_host.py`, on a device that does nothing. The other hosts are processes of this machine that
 read and answer each step as a follower does, and run nothing; they leave rank 0 a processor of its own. Time is CPU of

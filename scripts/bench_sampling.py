@@ -1,4 +1,4 @@
-"""What each sampling feature costs, compared with greedy sampling and with the model's step.
+"""Benchmark of sampling: the cost of each feature, compared with greedy sampling and with the model's step.
 
 The step is a decode step of a preset with random weights and without attention (`null_step.py`), up to the logits that
 the features then get. With attention it takes longer, so the printed shares of it are upper limits. Features of one

@@ -1,4 +1,4 @@
-"""What serving over HTTP costs: CPU per streamed chunk, latencies, and time compared with `LLM.generate`.
+"""Benchmark of HTTP: CPU per streamed chunk, latencies, and time compared with `LLM.generate`.
 
 The server runs in a process of its own on a device that takes a fixed time for each step and computes nothing
 (`bench_server_null.py`); tokenizer, scheduler, detokenizing, application and HTTP are real. The client is this process,

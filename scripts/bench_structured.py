@@ -1,4 +1,4 @@
-"""What structured output costs per token: the real engine loop on a device that only takes time.
+"""Benchmark of structured output: its cost per token in the real loop, on a device that only takes time.
 
 The device answers a step a fixed time after it was started, with random tokens that its masks and automata allow.
 Everything on the host is real: scheduler, masks in threads, matchers, detokenizing. Rows with a JSON schema are

@@ -1,4 +1,4 @@
-"""What the instruments in this folder have in common: flags, sizes of a dry run, tables and the report.
+"""The frame of the instruments in this folder: flags, sizes of a dry run, tables and the report.
 
 An instrument is a script that developers measure with. Its report is that of `jaxserve bench`, under the script's name.
 """

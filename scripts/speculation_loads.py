@@ -1,4 +1,4 @@
-"""What `bench_speculation.py` asks the demo model: questions of its exam, which no round repeats unless it should."""
+"""The questions of `bench_speculation.py` to the demo model, from its exam; no round repeats any unless it should."""
 
 from __future__ import annotations
 

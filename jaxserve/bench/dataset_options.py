@@ -1,4 +1,4 @@
-"""Which requests a benchmark makes, and the flags that say so. Names and defaults are vLLM's where it has them."""
+"""The choice of a benchmark's requests, and its flags. Names and defaults are vLLM's where it has them."""
 
 from __future__ import annotations
 

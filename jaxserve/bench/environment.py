@@ -1,4 +1,4 @@
-"""What a benchmark ran on: versions, machine, devices."""
+"""The environment of a benchmark: versions, machine, devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `jaxserve bench serve` shows: a table of one load, a table of a sweep, and its curves."""
+"""The output of `jaxserve bench serve`: a table of one load, a table of a sweep, and its curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark of an engine in this process begins with."""
+"""The setup of every benchmark whose engine runs in this process."""
 
 from __future__ import annotations
 

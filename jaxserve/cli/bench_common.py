@@ -1,4 +1,4 @@
-"""What the benchmarks of the command line have in common."""
+"""Flags and steps that the benchmarks of the command line share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the commands that serve, or put load on servers, need to be installed.
+"""Packages that only the commands that serve, or put load on servers, need.
 
 The others run without: a borrowed machine often has JAX, but no web framework, and nothing can be installed there.
 """

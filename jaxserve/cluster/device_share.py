@@ -1,4 +1,4 @@
-"""Which of a machine's devices each replica gets, by the variables that JAX's plugins read.
+"""The share of a machine's devices that each replica gets, by the variables that JAX's plugins read.
 
 Nothing here starts JAX: a process that has opened a device keeps others from it.
 """

@@ -1,4 +1,4 @@
-"""How many replicas Ray Serve keeps: so many that no prompt waits longer than a target.
+"""The number of replicas that Ray Serve keeps: as many as let no prompt wait longer than a target.
 
 Ray pickles this module by value and runs it in its controller, so it imports nothing of jaxserve.
 """

@@ -1,4 +1,4 @@
-"""Whether an engine still makes tokens."""
+"""The health of an engine: whether it still makes tokens."""
 
 from __future__ import annotations
 

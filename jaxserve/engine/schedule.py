@@ -1,4 +1,4 @@
-"""When a request runs and with whom it shares the cache: arguments of `RequestFactory`'s methods, checked."""
+"""A request's scheduling arguments, checked: tier, priority, deadline, and with whom it shares the cache."""
 
 from __future__ import annotations
 

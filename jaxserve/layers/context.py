@@ -1,4 +1,4 @@
-"""What a layer needs in a step beside its parameters and its input."""
+"""The context of a layer in a step: all that it needs beside its parameters and its input."""
 
 from __future__ import annotations
 

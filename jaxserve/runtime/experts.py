@@ -1,4 +1,4 @@
-"""Which grouped products the experts of a model get on a device."""
+"""The choice of grouped products for a model's experts on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory this process may use: the machine's, or the least limit of its cgroups."""
+"""The memory that this process may use: the machine's, or the least limit of its cgroups."""
 
 from __future__ import annotations
 

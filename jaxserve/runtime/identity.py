@@ -1,4 +1,4 @@
-"""What a run depends on beside its calls: versions, devices, the model and its sizes, as the header of a recording."""
+"""The identity of a run, as the header of a recording: versions, devices, the model and its sizes."""
 
 from __future__ import annotations
 

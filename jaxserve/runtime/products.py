@@ -1,4 +1,4 @@
-"""How the quantized projections of a model are held and multiplied on a device.
+"""The choice of how a model's quantized projections are held and multiplied on a device.
 
 On one device few rows may get the kernel for grouped products.
 """

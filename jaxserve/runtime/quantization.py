@@ -1,4 +1,4 @@
-"""What the weights of a quantized model take and how they are multiplied, in words for users."""
+"""A quantized model's weights in words for users: their size, and how they are multiplied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sampling remembers of each row: the tokens so far, and what the request forbids or favours.
+"""The sampler's state of each row: the tokens so far, and what the request forbids or favours.
 
 The state lies on the device beside the rows of the persistent batch and is always donated. A row that uses none of it
 has its switch off (`SamplingInputs.has_edits`), so an earlier row's line need not be reset.

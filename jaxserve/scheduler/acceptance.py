@@ -1,4 +1,4 @@
-"""How many drafts of a row are right, as a moving average by their position."""
+"""Running acceptance of a row's drafts: a moving average by their position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of a step's drafts, and which come next."""
+"""Chains of drafts: what became of a step's, and which come next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tenant's turn it is: how waiting sequences are divided into lanes, and which lane is next."""
+"""Fairness between tenants: lanes of waiting sequences, and which lane is next."""
 
 from __future__ import annotations
 

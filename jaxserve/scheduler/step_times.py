@@ -1,4 +1,4 @@
-"""How long steps take, by padded size."""
+"""Durations of steps, by padded size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer tells of its drafts, in vLLM's form (`metrics.speculative_decoding`)."""
+"""Figures of an answer's drafts, in vLLM's form (`metrics.speculative_decoding`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server keeps of one HTTP request beside the request itself."""
+"""The context of one HTTP request: what the server keeps of it beside the request itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulation shows: figures of a run, as a table and as JSON."""
+"""The report of a simulation: figures of a run, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica gets a request."""
+"""The simulated router: it chooses the replica that gets a request."""
 
 from __future__ import annotations
 

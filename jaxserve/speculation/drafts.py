@@ -1,4 +1,4 @@
-"""What all drafters share."""
+"""The sentinel that stands where a row has no draft."""
 
 from __future__ import annotations
 

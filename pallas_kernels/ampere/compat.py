@@ -1,4 +1,4 @@
-"""What only the kernels for Ampere, Ada and Blackwell take from Pallas Mosaic GPU.
+"""Parts of Pallas Mosaic GPU that only the kernels for Ampere, Ada and Blackwell use.
 
 These are warp-level products (mma.sync) and asynchronous copies (cp.async), both older than Hopper's. Blackwell has the
 former only, and the interpreter neither. There, a copy is one by TMA and arrives at a barrier, and a wait is for the

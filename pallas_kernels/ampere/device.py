@@ -1,4 +1,4 @@
-"""What the kernel must know of the GPU that it is traced for."""
+"""Facts of the GPU that a kernel is traced for."""
 
 from __future__ import annotations
 

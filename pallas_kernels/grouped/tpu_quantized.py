@@ -1,4 +1,4 @@
-"""What a visit on a TPU does with a block of few bits, which is in VMEM in its own width.
+"""A TPU visit's work on a block of few bits, which is in VMEM in its own width.
 
 Groups that fill whole lanes of x are products of their own, scaled in float32 and added: scales are then multiplied
 once for a tile of rows, not once for a weight. For smaller groups the weights are expanded to x's dtype in VMEM, each

@@ -1,4 +1,4 @@
-"""Which unit and KV head a block of the prefill kernel attends.
+"""The place of a block of the prefill kernel: the unit and the KV head that it attends.
 
 Either there is a block for each, or, with `PrefillConfig.persistent`, one per SM that goes from unit to unit: its
 memory warpgroup then fetches the next unit's keys while the answers of this one are written. Units come longest first,

@@ -1,4 +1,4 @@
-"""What the prefill kernel works through: tiles of queries, each with all the keys that it sees or cut along them.
+"""The work list of the prefill kernel: tiles of queries, each with all the keys that it sees or cut along them.
 
 A block attends one unit, a tile with a run of key tiles, with one KV head. Where the chunks of a bucket cannot fill the
 device with a block per tile and head, tiles are cut into several units, as decode's rows are (`mosaic_gpu/splits.py`).

@@ -1,4 +1,4 @@
-"""What the parts of the prefill kernel share: static parameters, operands, scratch, and the keys of a tile."""
+"""Shared parts of the prefill kernel: static parameters, operands, scratch, and the keys of a tile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only Hopper's kernels take from Pallas Mosaic GPU: wgmma, and the sizes of shared memory.
+"""Parts of Pallas Mosaic GPU that only Hopper's kernels use: wgmma, and the sizes of shared memory.
 
 The interpreter runs wgmma with both operands in shared memory, and finds its races. It has no wgmma with an operand in
 registers, and no accumulator that starts from a value. So `multiply_pv` is emulated there, by a read of shared memory

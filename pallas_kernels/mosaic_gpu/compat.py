@@ -1,4 +1,4 @@
-"""What all GPU kernels take from Pallas Mosaic GPU, in one place: its API moves between JAX releases.
+"""Parts of Pallas Mosaic GPU that all GPU kernels use, in one place: its API moves between JAX releases.
 
 Kernels import this module and call what they need through it (`compat.barrier_wait`), so that a test can break one
 operation on purpose and see the race detector notice. What only one kind of GPU has is in `hopper/wgmma.py` and

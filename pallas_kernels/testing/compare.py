@@ -1,4 +1,4 @@
-"""How wrong attention is: one number for a kernel's output against that of a trusted implementation.
+"""The error of attention: one number for a kernel's output against that of a trusted implementation.
 
 The error is relative, and taken for each token and head. An absolute error would pass zeros at long contexts: the mean
 of n independent values has the size sqrt(1 / n), 0.006 at 32k. One norm over everything would pass a single wrong head,

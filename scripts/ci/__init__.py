@@ -1,1 +1,1 @@
-"""What CI runs, and what it need not run again: `python3 -m scripts.ci`. The standard library only."""
+"""The runner of CI, which leaves out what has passed: `python3 -m scripts.ci`. The standard library only."""

@@ -1,4 +1,7 @@
-"""Which files a target depends on. It errs on the side of too many: a name in a string counts like an import."""
+"""The inputs of a target: the files that it depends on. It errs on the side of too many.
+
+A name in a string counts like an import.
+"""
 
 from __future__ import annotations
 

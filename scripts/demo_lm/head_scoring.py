@@ -1,4 +1,4 @@
-"""How many tokens a verify step of the head's drafts would give, counted on texts that the target has written.
+"""The tokens that a verify step of the head's drafts would give, counted on texts that the target has written.
 
 A draft is accepted while it equals what the target itself writes there. So the text decides, and all chains of a text
 are drafted in one pass of the unrolled head: what follows a wrong draft does not count, and before it the tokens of

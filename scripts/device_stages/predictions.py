@@ -1,4 +1,4 @@
-"""What was predicted before the first device ran anything: from compiled programs and the parts' rates."""
+"""Predictions from before the first device ran anything: from compiled programs and the parts' rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the kernels work on this device at all: steps of real sizes against the XLA path.
+"""The smoke test of the kernels on this device: steps of real sizes against the XLA path.
 
 All empty slots are NaN. A repeated step must give the same bits: one that does not has a race. Nor may it matter where
 in a large pool the pages of a row lie.

@@ -1,4 +1,4 @@
-"""What a profile of jax's profiler says of a device: its kernels, and the time between them."""
+"""A device's part of a profile of jax's profiler: its kernels, and the time between them."""
 
 from __future__ import annotations
 

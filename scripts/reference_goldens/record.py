@@ -1,4 +1,4 @@
-"""What transformers answers for a golden case: logits, greedy tokens, margins, and checks on both."""
+"""Transformers' answers for a golden case: logits, greedy tokens, margins, and checks on both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a golden case is: sizes, lengths and how its weights are drawn.
+"""The description of a golden case: sizes, lengths and how its weights are drawn.
 
 Sizes are as small as the option allows (hidden 16-36, two layers unless a layer pattern needs more), because
 the checkpoints live in the repository. Every case is meant to be served with `max_model_len` 160.

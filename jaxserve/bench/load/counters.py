@@ -1,4 +1,4 @@
-"""What a server's own /metrics say of a run: preemptions, prefix hits and the like, before and after."""
+"""A server's own counters from /metrics, before and after a run: preemptions, prefix hits and the like."""
 
 from __future__ import annotations
 

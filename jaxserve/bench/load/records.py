@@ -1,4 +1,4 @@
-"""What is known after a request has ended, and after a whole run: plain values, whoever sent the requests."""
+"""Records of a request that has ended, and of a whole run: plain values, whoever sent the requests."""
 
 from __future__ import annotations
 

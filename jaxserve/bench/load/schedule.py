@@ -1,4 +1,4 @@
-"""When requests are sent, in seconds after the start."""
+"""The schedule of requests: when each is sent, in seconds after the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a server before any clock runs: whether it is there, its models, its limits."""
+"""Questions to a server before any clock runs: whether it is there, its models, its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a quantized checkpoint keeps its matrices, as data."""
+"""Formats of quantized checkpoints, as data: how each keeps its matrices."""
 
 from __future__ import annotations
 

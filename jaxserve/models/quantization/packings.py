@@ -1,4 +1,4 @@
-"""How files pack the values, scales and zero points of a matrix [rows, columns] = [out, in].
+"""Packings: how files pack the values, scales and zero points of a matrix [rows, columns] = [out, in].
 
 Values are decoded to signed integers or floats of 4 or 8 bits [rows, columns], scales to float32 or, if they are powers
 of two, bfloat16, and zero points to int8 [rows, groups], where a zero point is counted as values are. What is packed

@@ -1,4 +1,4 @@
-"""Which matrices are quantized while a checkpoint of 16 or 32 bits is read, as its user asks for."""
+"""Schemes that quantize a checkpoint of 16 or 32 bits while it is read: which matrices each takes."""
 
 from __future__ import annotations
 

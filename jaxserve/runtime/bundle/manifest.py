@@ -1,4 +1,4 @@
-"""What a bundle is made of, and for which engine its programs are.
+"""The manifest of a bundle: its files, and the engine that its programs are for.
 
 A bundle is a directory: `manifest.json`, a file for each program, and the library of CPU kernels. It is code, like the
 package itself: whoever can write it can run anything where it is loaded. So it must belong to the user or to root,

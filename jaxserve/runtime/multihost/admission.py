@@ -1,4 +1,4 @@
-"""How the other hosts of an engine come to rank 0: who they are, one of each, and no strangers."""
+"""Admission of an engine's other hosts at rank 0: one of each rank, and no strangers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts start together, as JAX finds it out on TPU pods and under Slurm."""
+"""Detection of the hosts that start together, as JAX does it on TPU pods and under Slurm."""
 
 from __future__ import annotations
 

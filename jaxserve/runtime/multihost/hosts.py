@@ -1,4 +1,4 @@
-"""What the hosts of one engine must agree on while it starts."""
+"""Agreement among the hosts of one engine while it starts."""
 
 from __future__ import annotations
 
