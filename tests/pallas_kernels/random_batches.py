@@ -1,10 +1,14 @@
-"""Batches for properties of attention."""
+"""Batches for properties of attention, and sizes for those of lists.
+
+They have few static shapes, so that compiling does not dominate: all the rest is drawn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import strategies as st
 
 from pallas_kernels.testing.case import Case
@@ -24,3 +28,12 @@ def draw_batches(draw: st.DrawFn, shapes: Sequence[Case]) -> Case:
         left -= extra
         rows.append((draw(st.integers(0, capacity - 1 - extra)), 1 + extra))
     return replace(shape, rows=tuple(rows))
+
+
+@st.composite
+def draw_sizes(draw: st.DrawFn, total: int, count: int) -> list[int]:
+    """`count` sizes, zeros among them, that take all of `total` or less."""
+    used = draw(st.just(total) | st.integers(0, total))
+    cuts = draw(st.lists(st.integers(0, used), min_size=count - 1, max_size=count - 1))
+    sizes: list[int] = np.diff([0, *sorted(cuts), used]).tolist()
+    return sizes

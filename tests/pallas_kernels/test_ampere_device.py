@@ -138,7 +138,9 @@ def test_units_of_a_mixed_step() -> None:
 
 
 @pytest.mark.usefixtures("fresh_traces")
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "device", [DEVICES[0], *(pytest.param(device, marks=pytest.mark.thorough) for device in DEVICES[1:])]
+)
 def test_lowered_for_the_device(device: str) -> None:
     """Needs no compiler. Mosaic refuses a barrier in a copy, or a layout that does not fit, at this point."""
     target = TARGETS[device]

@@ -165,12 +165,24 @@ def run_fresh(script: str, *args: Path | str) -> str:
 LOAD = "print(library.load(Path(sys.argv[1])))"
 
 
+def write_compiler(folder: Path, script: str) -> str:
+    """Writes a compiler and returns the statement that makes it the only one."""
+    compiler = folder / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    return f"library.COMPILERS = ({str(compiler)!r},); "
+
+
 def test_the_library_is_compiled_once_and_kept(tmp_path: Path) -> None:
+    """By a compiler that has its answer ready: the tests began with the real one."""
     without = "library.COMPILERS = ('no-such-compiler',); " + LOAD
     assert "there is no C++ compiler (no-such-compiler)" in run_fresh(without, tmp_path)
-    assert run_fresh(LOAD, tmp_path / "new" / "folder") == "None"
+    made = library._find_kept(PROGRAMS)
+    assert made is not None
+    copy = write_compiler(tmp_path, f'while [ "$1" != -o ]; do shift; done; cp {made} "$2"')
+    assert run_fresh(copy + LOAD, tmp_path / "new" / "folder") == "None"
     (kept,) = (tmp_path / "new" / "folder").iterdir()
-    assert kept.suffix == ".so"
+    assert kept.suffix == ".so" and kept.read_bytes() == made.read_bytes()
     assert run_fresh(without, tmp_path / "new" / "folder") == "None"
 
 
@@ -203,9 +215,6 @@ def test_without_a_directory_nothing_is_left(tmp_path: Path) -> None:
     ids=["fails", "makes nonsense"],
 )
 def test_a_broken_compiler_is_an_obstacle_not_an_error(script: str, words: str, tmp_path: Path) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f"#!/bin/sh\n{script}\n")
-    compiler.chmod(0o755)
-    load = f"library.COMPILERS = ({str(compiler)!r},); {LOAD}; print(library.find_obstacle())"
+    load = f"{write_compiler(tmp_path, script)}{LOAD}; print(library.find_obstacle())"
     first, second = run_fresh(load, tmp_path / "kept").splitlines()
     assert first == second and words in first

@@ -27,8 +27,10 @@ from pallas_kernels.testing.reference import attend_by_formula
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 
+pytestmark = pytest.mark.usefixtures("quick_compiling")
+
 UNIT = 128  # keys
-TOKENS, ROWS, WIDTH = 256, 6, 6  # T of a mixed step, S, and pages of a row
+TOKENS, ROWS, WIDTH = 128, 4, 5  # T of a mixed step, S, and pages of a row
 BF16 = KVSpec(1, 64, 64, "bfloat16")
 OF_128 = replace(BF16, head_dim=128)
 LATENTS = KVSpec(1, 128, 64, "bfloat16", value_dim=128)
@@ -159,7 +161,7 @@ def mark(steps: dict[str, Step], *quick: str) -> list[Any]:
     return [pytest.param(step, id=name, marks=() if name in quick else THOROUGH) for name, step in steps.items()]
 
 
-LENGTHS = (1, 127, 128, 300)  # one unit, one that is whole, and three
+LENGTHS = (1, 128, 300)  # one unit, one that is whole, and three
 
 
 def shrink_device(step: Step) -> Any:
@@ -172,7 +174,7 @@ def shrink_device(step: Step) -> Any:
 def test_decoding_rows_have_the_same_bits_alone_and_among_others(step: Step) -> None:
     config = shrink_device(step)
     alone = {length: attend(step, [decode(length, length)], is_decode=True, config=config)[0] for length in LENGTHS}
-    for others in [(384, 10, 1, 300, 128, 127), (127, 300, 350), (300, 128, 260, 384, 127, 1)]:
+    for others in [(320, 10, 300, 128), (128, 1, 300)]:
         rows = [decode(length, length) for length in others]
         for length, answers in zip(others, attend(step, rows, is_decode=True, config=config), strict=True):
             if length in alone:
@@ -192,10 +194,10 @@ def test_splits_by_load_are_found(impl: str) -> None:
 
 @pytest.mark.parametrize("step", mark(CHUNKS, "gpu"))
 def test_prompts_have_the_same_bits_however_they_are_cut(step: Step) -> None:
-    begin, end = 96, 300
+    begin, end = 96, 200
     whole = attend(step, [Row(0, begin, end)], is_decode=False)[0]
     for cuts, others in (
-        ((128, 256), [decode(1, 40)]),  # all tiles of the row begin elsewhere in the step
+        ((128,), [decode(1, 40)]),  # all tiles of the row begin elsewhere in the step
         ((160,), [decode(1, 200), decode(2, 7), Row(3, 32, 35)]),
     ):
         edges = (begin, *cuts, end)
@@ -212,7 +214,7 @@ def test_tiles_split_by_load_are_found() -> None:
     step = CHUNKS["gpu"]
     config = find_backend(step.impl).module.default_config(step.shape)
     config = replace(config, prefill=replace(config.prefill, keys=64, num_sms=16, min_split_tiles=1, unit_cost=0))
-    rows = [Row(0, 96, 300)], [Row(0, 96, 128)]
+    rows = [Row(0, 96, 200)], [Row(0, 96, 128)]
     for fixed in (True, False):
         found = replace(step, shape=replace(step.shape, fixed_splits=fixed))
         whole, part = (attend(found, some, is_decode=False, config=config)[0] for some in rows)

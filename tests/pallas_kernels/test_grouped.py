@@ -18,6 +18,7 @@ from pallas_kernels.grouped.tiles import choose_rows, count_most_tiles, list_spa
 from tests.examples import scale_examples
 from tests.pallas_kernels.cpu_library import BUILT, needs_library
 from tests.pallas_kernels.gpu_interpreter import watch_races
+from tests.pallas_kernels.random_batches import draw_sizes
 
 DTYPES = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -26,7 +27,8 @@ def make(num_rows: int, sizes: list[int], width: int, columns: int, dtype: str, 
     """Rows and a stack of matrices; what must not be read is NaN."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((num_rows, width)).astype(np.float32)
-    w = rng.standard_normal((first + len(sizes) + 1, width, columns)).astype(np.float32) / np.sqrt(width)
+    count = max(first, MOST_BEFORE) + len(sizes) + 1  # the same for drawn ones
+    w = rng.standard_normal((count, width, columns)).astype(np.float32) / np.sqrt(width)
     x[sum(sizes) :] = np.nan
     w[:first], w[first + len(sizes) :] = np.nan, np.nan
     for group, size in enumerate(sizes):
@@ -45,11 +47,21 @@ def multiply_rows(x: jax.Array, w: jax.Array, sizes: list[int], first: int) -> n
     return out
 
 
+SHAPES = [(1, 3), (60, 12), (240, 4)]  # rows and groups: tiles of 8 rows and of 64
+MOST_BEFORE = 3  # groups of the stack
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[int, list[int], int]:
-    sizes = draw(st.lists(st.integers(0, 20), min_size=1, max_size=12))
-    spare = draw(st.integers(0, 5))
-    return max(1, sum(sizes) + spare), sizes, draw(st.integers(0, 3))
+    num_rows, num_groups = draw(st.sampled_from(SHAPES))
+    return num_rows, draw(draw_sizes(num_rows, num_groups)), draw(st.integers(0, MOST_BEFORE))
+
+
+@st.composite
+def draw_lists(draw: st.DrawFn) -> tuple[int, list[int]]:
+    """Rows, and the sizes of groups that have all of them or fewer."""
+    num_rows, num_groups = draw(st.sampled_from([(1, 1), (1, 20), (37, 6), (300, 20)]))
+    return num_rows, draw(draw_sizes(num_rows, num_groups))
 
 
 @pytest.mark.parametrize("impl", ["xla", "tpu_interpret"])
@@ -83,6 +95,7 @@ def test_shapes_of_models(sizes: list[int], width: int, columns: int, impl: str)
     np.testing.assert_allclose(got, multiply_rows(x, w, sizes, 0)[:used], rtol=0, atol=2e-5)
 
 
+@pytest.mark.usefixtures("quick_compiling")
 @pytest.mark.parametrize(
     ("sizes", "width", "columns"),
     [
@@ -150,7 +163,7 @@ def test_the_cpu_kernel(problem: tuple[int, list[int], int], dtype: str, columns
     x, w, counts = make(num_rows + 130, sizes, 66, columns, dtype, first)
     used = sum(sizes)
     with mock.patch.object(library, "max_product_rows", lambda dtype: 1000):
-        got = np.asarray(grouped_matmul(x, w, counts, first, impl="cpu")[0, :used], np.float64)
+        got = np.asarray(grouped_matmul(x, w, counts, first, impl="cpu"), np.float64)[0, :used]
     np.testing.assert_allclose(got, multiply_rows(x, w, sizes, first)[:used], rtol=0, atol=DTYPES[dtype])
 
 
@@ -183,28 +196,32 @@ def test_a_stack_may_be_entered_anywhere_by_a_traced_number() -> None:
     np.testing.assert_allclose(got, multiply_rows(x, w, [4, 0, 5], 6), rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("quick_compiling")
 @settings(max_examples=scale_examples(40), deadline=None)
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([1, 2, 8, 16]))
-def test_tiles_cover_each_group_once(sizes: list[int], rows: int) -> None:
-    num_rows = max(1, sum(sizes))
+@given(groups=draw_lists(), rows=st.sampled_from([1, 2, 16]))
+def test_tiles_cover_each_group_once(groups: tuple[int, list[int]], rows: int) -> None:
+    num_rows, sizes = groups
     tiles = list_tiles(jnp.asarray(sizes, jnp.int32), num_rows, rows)
     count = int(tiles.count)
     assert count == sum(-(-size // rows) for size in sizes) <= count_most_tiles(num_rows, len(sizes), rows)
     covered = []
     ends = np.cumsum(sizes)
-    for group, start in zip(tiles.groups[:count].tolist(), tiles.starts[:count].tolist(), strict=True):
+    all_groups, starts = map(np.asarray, tiles[:2])
+    for group, start in zip(all_groups[:count].tolist(), starts[:count].tolist(), strict=True):
         covered += [(group, row) for row in range(start, min(start + rows, ends[group]))]
     assert covered == [(group, row) for group, end in enumerate(ends) for row in range(end - sizes[group], end)]
-    assert len(set(tiles.starts[count:].tolist())) <= 1, "behind the last tile it is repeated"
+    assert len(set(starts[count:].tolist())) <= 1, "behind the last tile it is repeated"
 
 
+@pytest.mark.usefixtures("quick_compiling")
 @settings(max_examples=scale_examples(40), deadline=None)
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([2, 8, 16]))
-def test_visits_cover_each_row_once_tile_by_tile(sizes: list[int], rows: int) -> None:
-    visits = list_visits(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)), rows)
+@given(groups=draw_lists(), rows=st.sampled_from([2, 16]))
+def test_visits_cover_each_row_once_tile_by_tile(groups: tuple[int, list[int]], rows: int) -> None:
+    num_rows, sizes = groups
+    visits = list_visits(jnp.asarray(sizes, jnp.int32), num_rows, rows)
     count = int(visits.count)
     assert count <= visits.tiles.shape[0]
-    lists = [field[:count].tolist() for field in visits[:4]]
+    lists = [np.asarray(field)[:count].tolist() for field in visits[:4]]
     covered = []
     for group, tile, start, end in zip(*lists, strict=True):
         covered += [(group, row) for row in range(max(start, tile * rows), min(end, (tile + 1) * rows))]
@@ -213,14 +230,16 @@ def test_visits_cover_each_row_once_tile_by_tile(sizes: list[int], rows: int) ->
     assert lists[1] == sorted(lists[1]), "a tile's visits are neighbours"
 
 
+@pytest.mark.usefixtures("quick_compiling")
 @settings(max_examples=scale_examples(40), deadline=None)
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=20), rows=st.sampled_from([8, 16, 64]))
-def test_spans_cover_each_row_once(sizes: list[int], rows: int) -> None:
-    spans = list_spans(jnp.asarray(sizes, jnp.int32), max(1, sum(sizes)), rows, 8)
+@given(groups=draw_lists(), rows=st.sampled_from([8, 64]))
+def test_spans_cover_each_row_once(groups: tuple[int, list[int]], rows: int) -> None:
+    num_rows, sizes = groups
+    spans = list_spans(jnp.asarray(sizes, jnp.int32), num_rows, rows, 8)
     count = int(spans.count)
     assert count <= spans.starts.shape[0]
     covered = []
-    for group, origin, start, end in zip(*(field[:count].tolist() for field in spans[:4]), strict=True):
+    for group, origin, start, end in zip(*(np.asarray(field)[:count].tolist() for field in spans[:4]), strict=True):
         assert origin % 8 == 0 and origin <= start < end <= origin + rows
         covered += [(group, row) for row in range(start, end)]
     ends = np.cumsum(sizes)

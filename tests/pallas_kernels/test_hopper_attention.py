@@ -12,6 +12,8 @@ from pallas_kernels.testing.reference import attend_by_formula
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 
+pytestmark = pytest.mark.usefixtures("quick_compiling")
+
 IMPL = "gpu_interpret"
 
 

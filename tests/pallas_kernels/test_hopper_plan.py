@@ -3,6 +3,8 @@ tiles are split."""
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,6 +26,9 @@ from pallas_kernels.hopper.prefill_static import (
 from pallas_kernels.spec import AttnShape, KVSpec
 from pallas_kernels.worklist import StepRows, TileList
 from tests.examples import scale_examples
+from tests.pallas_kernels.random_batches import draw_sizes
+
+pytestmark = pytest.mark.usefixtures("quick_compiling")
 
 NUM_ROWS = 6
 DEVICE = PrefillConfig()
@@ -46,7 +51,8 @@ def plan(
     shape = AttnShape(4 * num_kv_heads, KVSpec(num_kv_heads, 128, 64, "bfloat16"), "bfloat16", window)
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     num_tokens = max(1, int(starts[-1])) if num_tokens is None else num_tokens
-    step = StepRows(starts, new, np.where(new > 0, old + new, 0), np.zeros(3, np.int32), num_tokens, None, 65536)
+    arrays = map(jnp.asarray, (starts, new, np.where(new > 0, old + new, 0), np.zeros(3, np.int32)))
+    step = StepRows(*arrays, num_tokens, None, 65536)
     tiles = plan_tiles(step, step.query_lens, shape)
     return tiles, list_units(tiles, step, shape, config)
 
@@ -61,20 +67,25 @@ def count_key_tiles(tiles: TileList, window: int | None, keys: int) -> dict[tupl
     return found
 
 
-rows_of_a_step = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 90)), max_size=NUM_ROWS)
+SMALL = PrefillConfig(keys=64, num_sms=9, min_split_tiles=1, unit_cost=0)
+SHAPES = [(1, 8, DEVICE), (90, 1, DEVICE), (300, 8, DEVICE), (300, 32, DEVICE), (200, 1, SMALL), (96, 8, SMALL)]
+
+
+@st.composite
+def draw_steps(draw: st.DrawFn) -> tuple[tuple[int, int, PrefillConfig], list[tuple[int, int]]]:
+    """A shape, which is T, K and a configuration, and rows that fill it or less."""
+    shape = draw(st.sampled_from(SHAPES))
+    old = draw(st.lists(st.integers(0, 20_000), min_size=NUM_ROWS, max_size=NUM_ROWS))
+    return shape, list(zip(old, draw(draw_sizes(shape[0], NUM_ROWS)), strict=True))
 
 
 @settings(max_examples=scale_examples(60), deadline=None)
-@given(
-    rows=rows_of_a_step,
-    window=st.sampled_from([None, 1, 128, 129, 5000]),
-    num_kv_heads=st.sampled_from([1, 8, 32]),
-    config=st.sampled_from([DEVICE, PrefillConfig(keys=64, num_sms=9, min_split_tiles=1, unit_cost=0)]),
-)
+@given(step=draw_steps(), window=st.sampled_from([None, 1, 128, 129, 5000]))
 def test_every_key_tile_is_in_exactly_one_unit(
-    rows: list[tuple[int, int]], window: int | None, num_kv_heads: int, config: PrefillConfig
+    step: tuple[tuple[int, int, PrefillConfig], list[tuple[int, int]]], window: int | None
 ) -> None:
-    tiles, found = plan(rows, config=config, num_kv_heads=num_kv_heads, window=window)
+    (num_tokens, num_kv_heads, config), rows = step
+    tiles, found = plan(rows, config=config, num_kv_heads=num_kv_heads, window=window, num_tokens=num_tokens)
     units = np.asarray(found.units)
     used = units[units[:, COUNT] > 0]
     assert not units[len(used) :, COUNT].any(), "used units come first"
@@ -151,7 +162,7 @@ def test_buckets_split_whose_chunk_cannot_fill_the_device(
     num_tokens: int, num_rows: int, num_kv_heads: int, splits: bool
 ) -> None:
     options = {"num_tokens": num_tokens, "num_rows": num_rows, "num_kv_heads": num_kv_heads}
-    tiles, found = plan([(32_768, 32)], **options)
+    tiles, found = jax.eval_shape(lambda: plan([(32_768, 32)], **options))
     assert (found.joins is not None) == splits
     assert found.num_slots == (count_slots(num_kv_heads, DEVICE) if splits else 0)
     assert found.units.shape[0] == tiles.rows.shape[0] + found.num_slots

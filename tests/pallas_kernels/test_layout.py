@@ -104,7 +104,7 @@ def test_gather_logical_reads_back_what_was_written(value_dim: int | None) -> No
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("max_query_len", [1, None], ids=["decode", "mixed"])
 def test_layers_share_a_donated_pool_in_place(platform: str, max_query_len: int | None) -> None:
-    layers, num_pages, rows, width, tokens = 4, 1025, 8, 32, 32
+    layers, num_pages, rows, width, tokens = 2, 1025, 8, 32, 32
     spec = KVSpec(2, 64, 32, "float32")
 
     @partial(jax.jit, donate_argnums=1)

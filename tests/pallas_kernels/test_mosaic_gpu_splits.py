@@ -28,6 +28,8 @@ from pallas_kernels.spec import AttnShape, KVSpec
 from pallas_kernels.worklist import StepRows
 from tests.examples import scale_examples
 
+pytestmark = pytest.mark.usefixtures("quick_compiling")
+
 NUM_ROWS, TILE = 5, 64
 
 
@@ -52,10 +54,16 @@ def make_splits(
     )
 
 
+def find_units(splits: SplitList, row: int) -> tuple[int, int]:
+    """The row's first unit, and how many it has."""
+    first, count = (int(np.asarray(column)[row]) for column in (splits.row_first_unit, splits.row_num_units))
+    return first, count
+
+
 def tiles_of(splits: SplitList, row: int) -> list[int]:
     """The tiles of the row's units, in their order; also checks that the units name the row."""
     units = np.asarray(splits.units)
-    first, count = int(splits.row_first_unit[row]), int(splits.row_num_units[row])
+    first, count = find_units(splits, row)
     mine = units[first : first + count]
     assert (mine[:, ROW] == row).all()
     return [tile for unit in mine for tile in range(unit[FIRST_TILE], unit[FIRST_TILE] + unit[NUM_TILES])]
@@ -70,14 +78,14 @@ rows_of_a_step = st.lists(
 @given(
     rows=rows_of_a_step,
     window=st.sampled_from([None, 1, 63, 64, 65, 1000]),
-    num_kv_heads=st.sampled_from([1, 3, 8]),
-    num_blocks=st.sampled_from([1, 8, 264]),
+    device=st.sampled_from([(1, 1), (3, 8), (1, 264), (8, 264)]),  # KV heads, and blocks at once
     min_split_tiles=st.sampled_from([1, 8]),
 )
 def test_every_visible_tile_is_in_exactly_one_unit(
-    rows: list[tuple[int, int]], window: int | None, num_kv_heads: int, num_blocks: int, min_split_tiles: int
+    rows: list[tuple[int, int]], window: int | None, device: tuple[int, int], min_split_tiles: int
 ) -> None:
     options = {} if window is None else {"window": window}
+    num_kv_heads, num_blocks = device
     splits = make_splits(
         rows, num_kv_heads=num_kv_heads, num_blocks=num_blocks, min_split_tiles=min_split_tiles, **options
     )
@@ -97,7 +105,7 @@ def test_units_of_a_row_are_of_nearly_equal_length_and_not_too_short(rows: list[
     splits = make_splits(rows, min_split_tiles=8)
     units = np.asarray(splits.units)
     for row in range(len(rows)):
-        first, count = int(splits.row_first_unit[row]), int(splits.row_num_units[row])
+        first, count = find_units(splits, row)
         lengths = units[first : first + count, NUM_TILES]
         if count > 1:
             assert lengths.max() - lengths.min() <= 1
@@ -150,7 +158,7 @@ def fix(lengths: list[int], window: int | None, max_len: int = 20_032, num_new: 
 
 def units_of(splits: SplitList, row: int) -> list[list[int]]:
     """Tiles, lengths and queries of the row's units, in their order."""
-    first, count = int(splits.row_first_unit[row]), int(splits.row_num_units[row])
+    first, count = find_units(splits, row)
     return np.asarray(splits.units)[first : first + count, FIRST_TILE : NUM_QUERIES + 1].tolist()
 
 

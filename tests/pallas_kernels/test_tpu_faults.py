@@ -65,17 +65,12 @@ def test_other_missing_waits_are_found(name: str, module: ModuleType, monkeypatc
     assert not is_right(find_case(name))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "owner", "part", "broken"),
     [
         ("decode one row of many", decode, "keep_values", lambda values, _: values),
-        pytest.param(
-            "mixed one chunk deep in its row",
-            pages.PageBlocks,
-            "clean",
-            lambda *_, **__: None,
-            marks=pytest.mark.thorough,
-        ),
+        ("mixed one chunk deep in its row", pages.PageBlocks, "clean", lambda *_, **__: None),
     ],
 )
 def test_values_that_are_nobodys_must_be_cleaned(

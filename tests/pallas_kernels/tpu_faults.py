@@ -10,19 +10,19 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu import pages
+from tests.pallas_kernels.compiling import compile_quickly
 
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
     """Kernels run once in tests: less code and less optimization compile faster."""
-    unroll, optimize = pages.UNROLL, jax.config.read("jax_disable_most_optimizations")
+    unroll = pages.UNROLL
     pages.UNROLL = 1
-    jax.config.update("jax_disable_most_optimizations", True)
     try:
-        yield
+        with compile_quickly():
+            yield
     finally:
         pages.UNROLL = unroll
-        jax.config.update("jax_disable_most_optimizations", optimize)
 
 
 def find_race() -> bool:
