@@ -1,7 +1,7 @@
 """Compiles whole engine steps for devices that are not attached: the largest programs of a dense model and of two with
 experts, one of each kind.
 
-A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.compile_gate`, which lists its requirements.
+A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.kernel_gate`: see `compile_gate.py`.
 The programs are the engine's own, with pools of the size that the engine would plan; the arguments are abstract.
 """
 
@@ -29,7 +29,7 @@ from jaxserve.runtime.startup import estimate_use, plan_pools
 from jaxserve.runtime.tuned.options import tuned_options
 from jaxserve.sharding import TENSOR_AXIS, make_mesh
 from pallas_kernels.targets import Target, find_target, open_devices
-from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
+from pallas_kernels.testing.compile_gate import Gate, choose_names, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
 
 DENSE, EXPERTS, LATENT, HEAD = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "mimo-7b"
@@ -146,7 +146,8 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
 
     Quantized weights, and all layers of a model, are compiled for fewer devices. The full gate has the largest verify
     bucket, too, and steps that a head follows. Without `full` there is no decode step where the largest one, which has
-    its kernels, is compiled. The last step is what is left where the kernels give way.
+    its kernels, is compiled, and a TPU has no step with portable attention, which the gate of kernels has. The last
+    step is what is left where the kernels give way.
     """
     steps, few_layers = {}, FEW_LAYERS if full else FEWEST_LAYERS
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
@@ -178,18 +179,22 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
         for bucket in (verify, *others):
             name = f"step {bucket}: {preset}, {drafts['method']}, {FEW_LAYERS} layers, {counts[0]} devices"
             steps[name] = shapes, bucket
+    if not full and target.platform == "tpu":
+        return steps
     shapes = make_step_shapes(target, DENSE, num_devices=counts[0], num_layers=FEWEST_LAYERS, impl="xla")
     bucket = Bucket(max(shapes.buckets.row_counts), max(shapes.buckets.row_counts))
     name = f"step {bucket}: {DENSE}, portable attention, {FEWEST_LAYERS} layers, {counts[0]} devices"
     return steps | {name: (shapes, bucket)}
 
 
-def list_counted(target: Target, *, impl: str) -> dict[str, tuple[Shapes, Bucket, int]]:
-    """Returns decode steps of few rows, whose small kernels take a good part of their time, and the most per layer."""
+def list_counted(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket, int]]:
+    """Returns decode steps of few rows, whose small kernels take a good part of their time, and the most per layer.
+    Without `full` the one with the fewest rows."""
     if impl != target.impl:
         return {}
     shapes = make_step_shapes(target, DENSE, num_devices=1, num_layers=FEWEST_LAYERS, impl=impl)
-    limits = {shapes.buckets.find(rows, rows): most for rows, most in LAYER_LAUNCHES.get(target.name, {}).items()}
+    counted = sorted(LAYER_LAUNCHES.get(target.name, {}).items())[: None if full else 1]
+    limits = {shapes.buckets.find(rows, rows): most for rows, most in counted}
     return {
         f"step {bucket}: {DENSE}, kernels counted, {FEWEST_LAYERS} layers, 1 devices": (shapes, bucket, most)
         for bucket, most in limits.items()
@@ -200,17 +205,15 @@ def main() -> None:
     args = make_parser(__doc__ or "").parse_args()
     target = find_target(args.target)
     impl = args.impl or target.impl
-    counted = list_counted(target, impl=impl)
+    counted = list_counted(target, full=args.full, impl=impl)
     steps = {name: (*step, None) for name, step in list_steps(target, full=args.full, impl=impl).items()} | counted
-    if args.list:
-        print(*steps, sep="\n")
-        return
+    chosen = choose_names(args, steps)
     gate = Gate(target, [] if args.lower_only else open_devices(target))
     with tuned_options(target) as options:
-        for name, (shapes, bucket, most) in steps.items():
-            if args.only is None or name in args.only:
-                mesh = make_target_mesh(gate, shapes.num_devices)
-                print_report(measure_step(gate, name, shapes, mesh, bucket, options, most), as_json=args.json)
+        for name in chosen:
+            shapes, bucket, most = steps[name]
+            mesh = make_target_mesh(gate, shapes.num_devices)
+            print_report(measure_step(gate, name, shapes, mesh, bucket, options, most), as_json=args.json)
 
 
 if __name__ == "__main__":

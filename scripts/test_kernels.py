@@ -41,11 +41,9 @@ INSTALL_SECONDS = 900
 PROGRAM_SECONDS = 1800
 LOG_COLUMNS = 180
 TEXT_COLUMNS = ("program", "device", "compiler", "kernel", "")
-KERNELS = ("-m", "pallas_kernels.testing.compile_gate")
-GROUPED = ("-m", "pallas_kernels.testing.grouped_gate")
-GROUPED_TARGETS = ("h200", "v5e", "v6e", "tpu7x")  # grouped products have no kernel for the others
+KERNELS = ("-m", "pallas_kernels.testing.kernel_gate")
 STEPS = ("scripts/compile_step.py",)
-TITLES = {KERNELS: "attention", GROUPED: "grouped products", STEPS: "steps"}
+TITLES = {KERNELS: "kernels", STEPS: "steps"}
 STEP_TARGETS = ("h200", "v5e")
 MORE_STEP_TARGETS = ("v6e", "tpu7x")  # a sample of steps for these, where everything is asked for
 NEWEST, OLDEST = "newest", "13.0"  # releases of the CUDA compilers, which are not tied to jax within a major version
@@ -149,24 +147,22 @@ def run_job(
     """Runs one child over all its programs. A program that aborts its process is reported, and another process goes on
     after it."""
     environment = make_environment(job.target, wheels)
-    command = [sys.executable, *job.command, job.target.name, *options, *(["--full"] if job.full else [])]
-    listed = subprocess.run(
-        [*command, "--list"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    if listed.returncode != 0:
-        return [ProgramReport(job.title, job.target.name, error=tail(listed.stderr))]
-    names = [name for name in listed.stdout.splitlines() if only is None or name in only]
+    command = [sys.executable, *job.command, job.target.name, *options, *(["--full"] if job.full else []), "--json"]
     compiler = "" if wheels is None else find_compiler(job.target.platform, wheels)
-    start, task = time.perf_counter(), progress.add_task(job.title, total=len(names))
+    start, task = time.perf_counter(), progress.add_task(job.title, total=None)
     reports: list[ProgramReport] = []
-    while len(reports) < len(names):
-        rest = names[len(reports) :]
-        command_of_rest = [*command, "--json", "--only", *rest]
-        found, failure = run_child(command_of_rest, environment, len(rest), lambda: progress.advance(task))
+    rest = only
+    while rest is None or rest:
+        asked = command if rest is None else [*command, "--only", *rest]
+        names, found, failure = run_child(asked, environment, lambda: progress.advance(task))
+        if names is None:  # it did not start
+            names = list(rest or ()) if reports else [job.title]
+        progress.update(task, total=len(reports) + len(names))
         reports += [replace(report, compiler=compiler) for report in found]
-        if len(found) < len(rest):
-            reports.append(ProgramReport(rest[len(found)], job.target.name, compiler=compiler, error=failure))
+        if len(found) < len(names):
+            reports.append(ProgramReport(names[len(found)], job.target.name, compiler=compiler, error=failure))
             progress.advance(task)
+        rest = names[len(found) + 1 :]
     progress.remove_task(task)
     if reports:
         progress.console.print(f"{job.title}: {len(reports)} programs in {time.perf_counter() - start:.0f} s")
@@ -174,12 +170,14 @@ def run_job(
 
 
 def run_child(
-    command: Sequence[str], environment: dict[str, str], expected: int, advance: Callable[[], None]
-) -> tuple[list[ProgramReport], str]:
-    """Returns the reports that a child printed, and how it ended if it printed fewer than expected.
+    command: Sequence[str], environment: dict[str, str], advance: Callable[[], None]
+) -> tuple[list[str] | None, list[ProgramReport], str]:
+    """Returns the programs that a child announced, None if it did not come so far, those that it reported, and how it
+    ended if these are fewer.
 
     Calls `advance` behind each report.
     """
+    names: list[str] | None = None
     reports: list[ProgramReport] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -187,14 +185,16 @@ def run_child(
     ):
         try:
             for line in read_lines(child, PROGRAM_SECONDS):
-                if line.startswith("{"):
+                if names is None and line.startswith("["):
+                    names = json.loads(line)
+                elif line.startswith("{"):
                     reports.append(read_report(line))
                     advance()
             how = f"the process ended with {child.wait()}"
         except TimeoutError:
             how = f"no end after {PROGRAM_SECONDS} s"
         errors.seek(0)
-        return reports[:expected], f"{how}: {tail(errors.read())}"
+        return names, reports, f"{how}: {tail(errors.read())}"
 
 
 def read_lines(child: subprocess.Popen[str], seconds: float) -> Iterator[str]:
@@ -307,7 +307,6 @@ def list_jobs(targets: Sequence[str], *, full: bool = False, lower_only: bool = 
     steps = [Job(STEPS, TARGETS[name], full=full) for name in targets if name in STEP_TARGETS]
     steps += [Job(STEPS, TARGETS[name]) for name in targets if full and name in MORE_STEP_TARGETS]
     kernels = [Job(KERNELS, TARGETS[name], full=full) for name in targets]
-    kernels += [Job(GROUPED, TARGETS[name], full=full) for name in targets if name in GROUPED_TARGETS]
     if not full or lower_only:
         return [*steps, *kernels]
     on_gpus = [job for job in kernels if job.target.platform == "gpu"]

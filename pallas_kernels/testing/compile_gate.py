@@ -1,10 +1,8 @@
-"""Compiles the kernels for a device that is not attached, and prints what its compiler says, a JSON line per program.
+"""Compiles programs for a device that is not attached, and reads what its compiler says; attention, for one.
 
-    python -m pallas_kernels.testing.compile_gate h200 --json
-
-It runs as a child process, because a compiler may abort it and a process holds only one target's compiler. The parent,
-`scripts/test_kernels.py`, puts the compiler's wheels on the path and sets the target's environment. `--lower-only`
-needs neither: it lowers programs to the kernels' own language, which finds less.
+It does so in a child process, because a compiler may abort it and a process holds only one target's compiler. The
+parent, `scripts/test_kernels.py`, puts the compiler's wheels on the path and sets the target's environment.
+`--lower-only` needs neither: it lowers programs to the kernels' own language, which finds less.
 """
 
 from __future__ import annotations
@@ -12,12 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +28,7 @@ from jaxlib.mlir import ir
 from pallas_kernels import attend_with_update, choose_layout, page_bytes, pool_shape, prepare_batch, resolve_impl
 from pallas_kernels.backends import find_backend
 from pallas_kernels.spec import AttnLayer, AttnShape, HeadParams
-from pallas_kernels.targets import TARGETS, Target, find_target, open_devices, trace_for
+from pallas_kernels.targets import TARGETS, Target, trace_for
 from pallas_kernels.testing.gate_descriptors import list_descriptors
 from pallas_kernels.testing.gate_offsets import list_short_indices, list_short_offsets
 from pallas_kernels.testing.gate_report import (
@@ -47,7 +46,7 @@ from pallas_kernels.testing.gate_report import (
     parse_ptxas,
     parse_tpu_kernels,
 )
-from pallas_kernels.testing.gate_shapes import GateProgram, list_programs, list_tuned_programs
+from pallas_kernels.testing.gate_shapes import GateProgram
 from pallas_kernels.testing.operands import list_unread_operands
 
 POOL_SHARE = 0.5  # of a device's memory: no copy of it hides among temporaries, and its offsets are those of a server
@@ -269,29 +268,18 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--full", action="store_true", help="the slow ones as well")
     parser.add_argument("--lower-only", action="store_true", help="without the target's compiler")
     parser.add_argument("--impl", default=None, help="default: the target's kernels")
-    parser.add_argument("--json", action="store_true", help="one JSON line a program")
-    parser.add_argument("--list", action="store_true", help="the programs' names, and no more")
+    parser.add_argument("--json", action="store_true", help="a JSON line with all names, then one a program")
     return parser
+
+
+def choose_names(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """The programs that are asked for. The parent is told at once: it must know what an aborted process still had."""
+    chosen = [name for name in names if args.only is None or name in args.only]
+    if args.json:
+        print(json.dumps(chosen), flush=True)
+    return chosen
 
 
 def print_report(report: ProgramReport, *, as_json: bool) -> None:
     """Prints one line at once, so that the parent knows how far an aborted process has come."""
     print(report.to_json() if as_json else report, flush=True)
-
-
-def main() -> None:
-    args = make_parser(__doc__ or "").parse_args()
-    target = find_target(args.target)
-    programs = list_programs(target, full=args.full) + (list_tuned_programs(target) if args.full else [])
-    if args.list:
-        print(*(program.name for program in programs), sep="\n")
-        return
-    gate = Gate(target, [] if args.lower_only else open_devices(target))
-    for program in programs:
-        if args.only is None or program.name in args.only:
-            impl = args.impl or target.impl
-            print_report(measure_attention(gate, program, impl=impl), as_json=args.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -131,9 +131,11 @@ TIGHT = (
     ),
 )
 
-# What each target compiles without `--full`: shapes by bucket. For every implementation one target has each size of
-# heads, 8-bit pages, a window, a soft cap and sinks; the other targets have the same kernels with other tiles. A mixed
-# bucket has the kernels of decoding rows, too. One TPU has portable attention of heads that do not fill its lanes.
+# What each target compiles without `--full`: shapes by bucket. The targets of an implementation together have each size
+# of heads, 8-bit pages, a window, a soft cap and sinks: elsewhere these are the same kernels with other tiles. One of
+# them has every bucket. A mixed bucket has the kernels of decoding rows, too; a fixed one is a decode bucket. One TPU
+# has portable attention of heads that do not fill its lanes. Hopper's mixed bucket of heads of 64, with a window and
+# sinks, is a step of `scripts/compile_step.py`.
 _BASE, _FP8 = "llama-8b", "llama-8b, fp8 pages"
 _LATENT, _FP8_LATENT = "deepseek-v3, one of 8 devices", "deepseek-v3, one of 8 devices, fp8 pages"
 _OF_64, _OF_256 = "heads of 64, window, sinks", "gemma, heads of 256, window, softcap"
@@ -141,30 +143,17 @@ _NOT_CAUSAL, _PORTABLE_OF_64 = "heads of 128, not causal", "whisper-large-v3, no
 _OF_192 = "nemotron-4-340b, one of 4 devices, heads of 192"
 SAMPLES: dict[str, dict[str, tuple[str, ...]]] = {
     "h200": {
-        "decode": (_BASE, _FP8_LATENT),
-        "mixed": (
-            _BASE,
-            _OF_64,
-            _FP8_LATENT,
-            _NOT_CAUSAL,
-            "heads of 256, window, fp8 pages",
-            "persistent, heads of 128",
-        ),
+        "mixed": (_BASE, _LATENT, _NOT_CAUSAL, "heads of 256, window, fp8 pages", "persistent, heads of 128"),
         "turn": ("heads of 192, window, softcap, sinks",),
-        "drafts": ("heads of 192, window", "fp8 scores, heads of 64, window"),
+        "drafts": ("fp8 scores, heads of 64, window",),
         "fixed": (_BASE, _FP8_LATENT),
     },
-    "a100": {
-        "decode": (_FP8, _OF_256, _OF_192, _NOT_CAUSAL),
-        "mixed": (_OF_64,),
-        "drafts": (_BASE,),
-        "fixed": (_OF_64,),
-    },
+    "a100": {"decode": (_OF_192,), "mixed": (_OF_256,), "drafts": (_BASE,), "fixed": (_OF_64,)},
     "l4": {"mixed": (_FP8,)},
-    "b200": {"mixed": (_OF_256,)},
-    "rtx5090": {"mixed": (_FP8,)},
-    "v5e": {"decode": (_BASE, _FP8, _OF_192), "mixed": (_OF_256, _OF_64, _LATENT), "drafts": (_BASE,)},
-    "v5p": {"mixed": (_OF_64,)},
+    "b200": {"mixed": (_NOT_CAUSAL,)},
+    "rtx5090": {"mixed": (_OF_64,)},
+    "v5e": {"decode": (_OF_192,), "mixed": (_OF_256, _OF_64), "drafts": (_BASE,)},
+    "v5p": {"mixed": (_FP8,)},
     "v6e": {"decode": (_PORTABLE_OF_64,), "mixed": (_BASE,)},
     "tpu7x": {"mixed": (_FP8_LATENT,)},
 }

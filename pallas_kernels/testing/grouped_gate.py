@@ -1,7 +1,5 @@
 """Compiles the grouped products of real models for a device that is not attached, as `compile_gate` does attention.
 
-    python -m pallas_kernels.testing.grouped_gate h200 --json
-
 The stack of matrices is a parameter of the program: the gate finds copies of it.
 """
 
@@ -16,8 +14,8 @@ from jax.experimental.layout import Format, Layout
 
 from pallas_kernels.grouped.api import choose_grouped_impl, grouped_matmul
 from pallas_kernels.quantized import QuantizedArray, QuantizedFormat
-from pallas_kernels.targets import find_target, open_devices
-from pallas_kernels.testing.compile_gate import Gate, make_parser, print_report
+from pallas_kernels.targets import Target
+from pallas_kernels.testing.compile_gate import Gate
 from pallas_kernels.testing.gate_report import ProgramReport
 
 NUM_LAYERS = 4  # in the stack, which must not be copied
@@ -80,14 +78,19 @@ SHAPES = (
     GroupedShape("kimi-k2, up, experts on 8 devices", 48, 8, 7168, 2048, parts=2),
     GroupedShape("kimi-k2, down, experts on 8 devices", 48, 8, 2048, 7168),
 )
-SAMPLE = 3  # shapes that every run of the gate compiles
+# What each target that has a kernel compiles without `--full`. One GPU and one TPU have both kernels in both buckets.
+_WIDE, _QUANTIZED = "qwen3-30b-a3b, up", "qwen3-30b-a3b, fp8 blocks, up"
+_BOTH = tuple(f"{bucket}: {name}" for name in (_WIDE, _QUANTIZED) for bucket in ("decode", "mixed"))
+SAMPLES = {"h200": _BOTH, "v5e": _BOTH, "v6e": (f"mixed: {_QUANTIZED}",), "tpu7x": (f"decode: {_QUANTIZED}",)}
 
 
-def list_programs(*, full: bool) -> list[tuple[str, GroupedShape, int]]:
-    """Name, shape and tokens of each program."""
+def list_programs(target: Target, *, full: bool) -> list[tuple[str, GroupedShape, int]]:
+    """Name, shape and tokens of each program; none for a target without a kernel."""
+    if target.name not in SAMPLES:
+        return []
     buckets = {"decode": DECODE_TOKENS, "mixed": MIXED_TOKENS}
-    shapes = SHAPES if full else SHAPES[:SAMPLE]
-    return [(f"{name}: {shape.name}", shape, tokens) for shape in shapes for name, tokens in buckets.items()]
+    programs = [(f"{name}: {shape.name}", shape, tokens) for shape in SHAPES for name, tokens in buckets.items()]
+    return programs if full else [program for program in programs if program[0] in SAMPLES[target.name]]
 
 
 def measure_grouped(gate: Gate, name: str, shape: GroupedShape, num_tokens: int, *, impl: str) -> ProgramReport:
@@ -137,22 +140,3 @@ def _describe_stack(shape: GroupedShape, sharding: jax.sharding.Sharding | None)
     groups = shape.width // form.group
     zeros = describe(groups, "int8") if form.zeros else None
     return QuantizedArray(describe(shape.width, form.dtype), describe(groups, form.scale_dtype), zeros)
-
-
-def main() -> None:
-    args = make_parser(__doc__ or "").parse_args()
-    target = find_target(args.target)
-    programs = list_programs(full=args.full)
-    if args.list:
-        print(*(name for name, _, _ in programs), sep="\n")
-        return
-    gate = Gate(target, [] if args.lower_only else open_devices(target))
-    for name, shape, num_tokens in programs:
-        if args.only is None or name in args.only:
-            print_report(
-                measure_grouped(gate, name, shape, num_tokens, impl=args.impl or target.impl), as_json=args.json
-            )
-
-
-if __name__ == "__main__":
-    main()

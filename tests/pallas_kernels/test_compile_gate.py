@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from pallas_kernels.targets import TARGETS, Target, find_target
+from pallas_kernels.testing import grouped_gate, kernel_gate
 from pallas_kernels.testing.compile_gate import Gate, capture_output
 from pallas_kernels.testing.gate_report import (
     KernelUse,
@@ -362,7 +363,7 @@ def test_programs_have_different_names_and_every_bucket() -> None:
 
 
 @pytest.mark.parametrize("impl", ["gpu", "ampere", "tpu"])
-def test_the_samples_have_every_kind_of_shape_on_one_target(impl: str) -> None:
+def test_the_samples_have_every_kind_of_shape_on_some_target(impl: str) -> None:
     def describe(shapes: Iterable[GateShape]) -> set[object]:
         found: set[object] = set()
         for shape in shapes:
@@ -376,12 +377,31 @@ def test_the_samples_have_every_kind_of_shape_on_one_target(impl: str) -> None:
     kinds = describe(SHAPES)
     targets = [target for target in TARGETS.values() if target.impl == impl]
     samples = [list_programs(target, full=False) for target in targets]
+    assert describe(program.shape for sample in samples for program in sample) == kinds
     assert any(
-        describe(program.shape for program in sample) == kinds
-        and {program.max_query_len for program in sample} == {1, None, 5}
+        {program.max_query_len for program in sample} == {1, None, 5}
         and (impl == "tpu" or any(program.shape.fixed_splits for program in sample))
         for sample in samples
     )
+
+
+def test_names_of_attention_and_of_grouped_products_differ() -> None:
+    for target in TARGETS.values():
+        grouped = grouped_gate.list_programs(target, full=True)
+        attention = list_programs(target) + list_tuned_programs(target)
+        assert len(kernel_gate.list_programs(target, full=True)) == len(grouped) + len(attention)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_samples_of_grouped_products_have_both_kernels_on_one_target(platform: str) -> None:
+    samples = {
+        name: grouped_gate.list_programs(TARGETS[name], full=False)
+        for name in grouped_gate.SAMPLES
+        if TARGETS[name].platform == platform
+    }
+    assert all(samples.values())
+    kinds = [{(shape.quantized is None, tokens) for _, shape, tokens in sample} for sample in samples.values()]
+    assert any(len(kind) == 4 for kind in kinds), "16 bits and few, in the decode and the mixed bucket"
 
 
 def test_the_sample_of_tight_ones_has_every_bucket() -> None:
@@ -465,50 +485,42 @@ def compile_in_child(target: str, *names: str) -> list[ProgramReport]:
 
 
 @pytest.mark.slow
-def test_the_wheels_ptxas_compiles_and_not_that_of_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_compiler_passes_good_programs_and_no_bad_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ptxas of the wheels compiles, and not that of the path."""
     fake = tmp_path / "ptxas"
     fake.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.1, V13.1.1'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    (good,) = compile_in_child("h200", "copy_through_smem")
-    assert find_faults(good, H200) == [] and good.kernels[0].registers
-
-
-@pytest.mark.slow
-def test_the_gpu_compiler_passes_a_good_kernel_and_not_one_that_spills() -> None:
-    good, spilling, kept, copied = compile_in_child(
-        "h200", "copy_through_smem", "hold_too_much", "donated pool", "pool that is not donated"
+    good, spilling, forgetful, kept, copied, fixed, traced = compile_in_child(
+        "h200",
+        *("copy_through_smem", "hold_too_much", "no fence"),
+        *("donated pool", "pool that is not donated", "fixed loop", "traced loop"),
     )
     assert find_faults(good, H200) == [] and good.kernels[0].registers
     complaint, fault = sorted(find_faults(spilling, H200), reverse=True)
     assert "registers spill" in fault and complaint.startswith("ptxas warning"), "what ptxas says reaches the gate"
-    assert find_faults(kept, H200) == []
-    assert any("pool is copied" in fault for fault in find_faults(copied, H200))
-
-
-@pytest.mark.slow
-def test_a_kernel_that_forgets_a_fence_fails() -> None:
-    good, forgetful = compile_in_child("h200", "copy_through_smem", "no fence")
-    assert find_faults(good, H200) == []
     (fault,) = find_faults(forgetful, H200)
     assert fault == "copy_block: cp.async.bulk.global.shared::cta behind a store, no fence"
+    check_programs_of_any_platform(H200, kept, copied, fixed, traced)
+
+
+def check_programs_of_any_platform(
+    target: Target, kept: ProgramReport, copied: ProgramReport, fixed: ProgramReport, traced: ProgramReport
+) -> None:
+    assert find_faults(kept, target) == []
+    assert any("pool is copied" in fault for fault in find_faults(copied, target))
+    assert find_faults(fixed, target) == ["loops have (1024,) turns, however short the contexts are"]
+    assert find_faults(traced, target) == []
 
 
 @pytest.mark.slow
-def test_the_tpu_compiler_passes_a_good_kernel_and_refuses_bad_ones() -> None:
-    good, bad, large, kept, copied = compile_in_child(
-        "v5e", "double_blocks", "slice_lanes", "fill_vmem", "donated pool", "pool that is not donated"
+def test_the_tpu_compiler_passes_good_programs_and_no_bad_ones() -> None:
+    good, bad, large, *others = compile_in_child(
+        "v5e",
+        *("double_blocks", "slice_lanes", "fill_vmem"),
+        *("donated pool", "pool that is not donated", "fixed loop", "traced loop"),
     )
     assert find_faults(good, V5E) == [] and (good.kernels[0].vmem_bytes or 0) > 0
     assert "slice" in bad.error and not bad.is_compiled
     assert "vmem" in large.error
-    assert find_faults(kept, V5E) == []
-    assert any("pool is copied" in fault for fault in find_faults(copied, V5E))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", [H200, V5E], ids=lambda target: target.name)
-def test_the_compilers_tell_loops_of_a_fixed_length(target: Target) -> None:
-    fixed, traced = compile_in_child(target.name, "fixed loop", "traced loop")
-    assert find_faults(fixed, target) == ["loops have (1024,) turns, however short the contexts are"]
-    assert find_faults(traced, target) == []
+    check_programs_of_any_platform(V5E, *others)

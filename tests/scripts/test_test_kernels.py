@@ -17,7 +17,6 @@ from pallas_kernels.targets import TARGETS
 from pallas_kernels.testing.gate_report import ProgramReport
 from scripts.compile_step import list_steps
 from scripts.test_kernels import (
-    GROUPED,
     KERNELS,
     NEWEST,
     OLDEST,
@@ -44,18 +43,13 @@ GOOD = ProgramReport("good", "v5e", impl="xla", is_compiled=True)
 CHILD = """
 import os, sys
 from pallas_kernels.testing.gate_report import ProgramReport
-from pallas_kernels.testing.compile_gate import make_parser
+from pallas_kernels.testing.compile_gate import choose_names, make_parser
 args = make_parser("").parse_args()
-names = ["first", "aborts", "last"]
-if args.list:
-    print(*names, sep="\\n")
-    sys.exit()
-for name in names:
-    if name in args.only:
-        if name == "aborts":
-            print("LLVM ERROR: cannot select", file=sys.stderr, flush=True)
-            os.abort()
-        print(ProgramReport(name, args.target, impl="xla", is_compiled=True).to_json(), flush=True)
+for name in choose_names(args, ["first", "aborts", "last"]):
+    if name == "aborts":
+        print("LLVM ERROR: cannot select", file=sys.stderr, flush=True)
+        os.abort()
+    print(ProgramReport(name, args.target, impl="xla", is_compiled=True).to_json(), flush=True)
 """
 
 
@@ -139,7 +133,7 @@ def test_the_full_gate_compiles_all_shapes_and_samples_with_the_oldest_compiler(
     steps = [Job(STEPS, TARGETS[name]) for name in ("v6e", "tpu7x")]
     kernels = [Job(KERNELS, target, OLDEST) for target in gpus]
     samples = [job for job in everything if not job.full]
-    assert samples == [*steps, *kernels, Job(GROUPED, TARGETS["h200"], OLDEST)]
+    assert samples == [*steps, *kernels]
     assert {job.release for job in list_jobs(list(TARGETS), full=True, lower_only=True)} == {NEWEST}
     assert "nvidia-cuda-nvcc==13.0.*" in list_requirements("gpu", OLDEST)
     assert find_folder("gpu", tmp_path, OLDEST) != find_folder("gpu", tmp_path)
@@ -175,13 +169,13 @@ def test_the_full_gate_has_steps_of_two_gpus_and_one_with_all_layers() -> None:
     sample = list(list_steps(TARGETS["h200"], full=False, impl="gpu"))
     assert [name.split()[1] for name in sample] == ["mixed", "decode", "decode"]
     assert "int8 channels, 2 layers" in sample[1] and "portable attention" in sample[2]
-    (shapes, _), *_ = list_steps(TARGETS["tpu7x"], full=False, impl="tpu").values()
+    ((shapes, _),) = list_steps(TARGETS["tpu7x"], full=False, impl="tpu").values()
     assert shapes.num_devices == 8
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_kernels_are_lowered_without_a_compiler() -> None:
-    done = run_script("--lower-only", "--impl", "xla", "--targets", "v5e", "--only", "decode: llama-8b")
+    done = run_script("--lower-only", "--impl", "xla", "--targets", "v5e", "--only", "drafts: llama-8b")
     assert done.returncode == 0, done.stdout
-    assert "decode: llama-8b" in done.stdout and "Lowered with jax" in done.stdout
+    assert "drafts: llama-8b" in done.stdout and "Lowered with jax" in done.stdout
