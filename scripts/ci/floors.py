@@ -50,7 +50,14 @@ ACCELERATOR_FILES = tuple(
     f"pallas_kernels/{name}"
     for name in (
         *("ampere/", "hopper/", "mosaic_gpu/", "tpu/", "tune/"),
-        *("grouped/hopper", "grouped/tpu", "testing/compile_gate", "testing/gate_", "testing/grouped_gate"),
+        *(
+            "grouped/hopper",
+            "grouped/tpu",
+            "testing/compile_gate",
+            "testing/gate_",
+            "testing/grouped_gate",
+            "testing/kernel_gate",
+        ),
     )
 )
 HOST_ROOMS = [room for room, floor in FLOORS.items() if floor.startswith(("F1", "F2a"))]

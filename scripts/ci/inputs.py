@@ -27,7 +27,7 @@ _SCRIPTS = re.compile(r"'scripts'|\bscripts/")
 # How a test names a GPU, a TPU, or a kernel for one.
 _ACCELERATORS = re.compile(
     r"_interpret|[hH][12]00|[aA]100|\bv[56][ep]\b|'(?:gpu|cuda|tpu)'|\bTARGETS\b|find_target|trace_for"
-    r"|\b(?:ampere|hopper|mosaic_gpu|tpu|tune|compile_gate|gate_(?:programs|report|shapes))\b"
+    r"|\b(?:ampere|hopper|mosaic_gpu|tpu|tune|(?:compile|kernel)_gate|gate_(?:programs|report|shapes))\b"
 )
 _HOME = re.compile(r'^    "(\w+)": "(jaxserve[\w.]+)"', flags=re.M)
 _TOP_ROOM = max(FLOORS, key=FLOORS.__getitem__)
