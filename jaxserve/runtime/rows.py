@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -10,20 +11,46 @@ import numpy as np
 from jaxserve.logits_processor import MAX_ARGUMENTS
 from jaxserve.scheduler.plan import NewRow
 
-# Columns of `RowMirror.sampling`, in this order. Floats are stored as their bits, the seed as two words.
-_INTEGER_FIELDS = (
-    "seed_low",
-    "seed_high",
-    "sequence_index",
-    "top_k",
-    "has_edits",
-    "has_extra",
-    "max_num_tokens",
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A sampling parameter as a column of the rows: 32 bits for each row, in an int32 array."""
+
+    name: str  # that of a field of `SamplingInputs`, if the drawing functions read it
+    dtype: type[np.int32 | np.uint32 | np.float32]
+    read: Callable[[NewRow], float]
+
+
+def _read_extra(index: int) -> Callable[[NewRow], float]:
+    """Returns the reader of an argument of the engine's logits processor, in the order of its declaration."""
+
+    def read(row: NewRow) -> float:
+        values = tuple((row.params.extra_args or {}).values())
+        return values[index] if index < len(values) else 0.0
+
+    return read
+
+
+EXTRA_FIELDS = tuple(f"extra_{index}" for index in range(MAX_ARGUMENTS))
+COLUMNS = (
+    Column("seed_low", np.uint32, lambda row: row.seed & 0xFFFFFFFF),
+    Column("seed_high", np.uint32, lambda row: (row.seed >> 32) & 0xFFFFFFFF),
+    Column("sequence_index", np.int32, lambda row: row.sequence_index),
+    Column("top_k", np.int32, lambda row: max(row.params.top_k, 0)),
+    Column("has_edits", np.int32, lambda row: row.history is not None),
+    Column("has_extra", np.int32, lambda row: row.params.extra_args is not None),
+    Column("max_num_tokens", np.int32, lambda row: row.max_num_tokens),
+    Column("temperature", np.float32, lambda row: row.params.temperature),
+    Column("top_p", np.float32, lambda row: row.params.top_p),
+    Column("min_p", np.float32, lambda row: row.params.min_p),
+    Column("presence", np.float32, lambda row: row.params.presence_penalty),
+    Column("frequency", np.float32, lambda row: row.params.frequency_penalty),
+    Column("repetition", np.float32, lambda row: row.params.repetition_penalty),
+    *(Column(name, np.float32, _read_extra(index)) for index, name in enumerate(EXTRA_FIELDS)),
 )
-FLOAT_FIELDS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-EXTRA_FIELDS = tuple(f"extra_{index}" for index in range(MAX_ARGUMENTS))  # arguments of the engine's logits processor
-SAMPLING_FIELDS = (*_INTEGER_FIELDS, *FLOAT_FIELDS, *EXTRA_FIELDS)
-NUM_SAMPLING_FIELDS = len(SAMPLING_FIELDS)
+SAMPLING_FIELDS = tuple(column.name for column in COLUMNS)
+FLOAT_FIELDS = tuple(column.name for column in COLUMNS if column.dtype is np.float32)
+NUM_SAMPLING_FIELDS = len(COLUMNS)
 
 
 class SampleVariant(IntEnum):
@@ -64,24 +91,8 @@ class RowMirror:
         """Records the parameters of newly admitted rows."""
         for new_row in new_rows:
             params = new_row.params
-            extra = list((params.extra_args or {}).values())  # in the order of the processor's declaration
-            floats = np.array(
-                [
-                    params.temperature,
-                    params.top_p,
-                    params.min_p,
-                    params.presence_penalty,
-                    params.frequency_penalty,
-                    params.repetition_penalty,
-                    *extra,
-                    *[0.0] * (MAX_ARGUMENTS - len(extra)),
-                ],
-                np.float32,
-            )
-            seed = np.array([new_row.seed & 0xFFFFFFFF, new_row.seed >> 32], np.uint32).view(np.int32)
-            switches = new_row.history is not None, params.extra_args is not None
-            integers = *seed, new_row.sequence_index, max(params.top_k, 0), *switches, new_row.max_num_tokens
-            self.sampling[new_row.row] = (*integers, *floats.view(np.int32))
+            values = [column.dtype(column.read(new_row)).view(np.int32) for column in COLUMNS]
+            self.sampling[new_row.row] = values
             wants_logprobs = params.logprobs is not None
             self._needs[new_row.row] = _NEEDS[find_variant(new_row)] | (_LOGPROBS if wants_logprobs else 0)
             self._wants_prompt_logprobs[new_row.row] = params.prompt_logprobs is not None

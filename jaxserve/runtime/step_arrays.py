@@ -87,5 +87,5 @@ def unpack_sampling(sampling: Int[Array, "S F"], positions: Int[Array, " S"]) ->
     """Returns the parameters of rows whose next tokens get the `positions`; `sampling` as in `RowLines`."""
     names = [name for name in SAMPLING_FIELDS if name in SamplingInputs.__dataclass_fields__]
     columns = {name: sampling[:, SAMPLING_FIELDS.index(name)] for name in names}
-    floats = {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in FLOAT_FIELDS}
+    floats = {name: lax.bitcast_convert_type(columns[name], jnp.float32) for name in names if name in FLOAT_FIELDS}
     return SamplingInputs(**(columns | floats), positions=positions)
