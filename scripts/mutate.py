@@ -149,8 +149,8 @@ FAULTS = (
     Fault(
         "structured",
         "jaxserve/structured/matcher.py",
-        "if not 0 <= draft < len(vocabulary.tokens) or draft in vocabulary.eos_token_ids:",
-        "if not 0 <= draft < len(vocabulary.tokens):",
+        "if self.version != version or not self._may_walk or self._has_ended",
+        "if not self._may_walk or self._has_ended",
         "tests/structured/test_drafts.py",
     ),
     Fault(

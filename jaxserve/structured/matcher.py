@@ -184,9 +184,8 @@ class Matcher:
         return num_words
 
     def _take_draft(self, native: LLMatcher, draft: int, row: np.ndarray) -> bool:
-        """Advances a parser by a draft that `row` allows; returns False for others, and for EOS."""
-        vocabulary = self.vocabulary
-        if not 0 <= draft < len(vocabulary.tokens) or draft in vocabulary.eos_token_ids:
+        """Advances a parser by a draft that `row` allows; returns False for others. EOS stops the parser."""
+        if not 0 <= draft < len(self.vocabulary.tokens):
             return False
         is_allowed = int(row[draft // _WORD_BITS]) >> (draft % _WORD_BITS) & 1
         return bool(is_allowed) and native.try_consume_tokens([draft]) == 1
