@@ -1,10 +1,11 @@
-"""Untrusted files: only regular ones are opened, and reads are bounded."""
+"""Untrusted files: only regular ones are opened, reads are bounded, and others must not write where code lies."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,6 +55,40 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 def require_regular(path: Path) -> None:
     """Raises OSError where `open_regular` would, without opening anything."""
     _check_kind(os.stat(path), path)
+
+
+def find_other_writer(folder: Path) -> str | None:
+    """Returns why somebody else may have put code into a directory, in words; None: only this user and root could.
+
+    What is loaded from there as code runs with this user's rights.
+    """
+    if not hasattr(os, "geteuid"):  # Windows
+        return None
+    names = (Path(parent) / name for parent, folders, files in os.walk(folder) for name in (*folders, *files))
+    for path in (folder, *names):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # another process has just removed it
+            continue
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to another user"
+        by_group = status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
+        if not stat.S_ISLNK(status.st_mode) and (status.st_mode & stat.S_IWOTH or by_group):
+            return f"{path} can be written by others"
+    return None
+
+
+@cache
+def _is_own_group(group_id: int) -> bool:
+    """Whether a group has no member but this user: many systems give each user one, and let it write."""
+    import grp
+    import pwd
+
+    try:
+        group, user = grp.getgrgid(group_id), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+    return group.gr_name == user and set(group.gr_mem) <= {user}
 
 
 def _check_kind(status: os.stat_result, path: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import socket
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from jaxserve.files import open_regular, read_regular
+from jaxserve import files
+from jaxserve.files import find_other_writer, open_regular, read_regular
 
 
 def make(kind: str, path: Path) -> None:
@@ -71,3 +75,47 @@ def test_reads_up_to_its_bound_also_through_links(tmp_path: Path) -> None:
     assert peak < 2**20, "memory is for the file, not for the bound"
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "nothing", 8)
+
+
+def test_code_lies_where_nobody_else_writes(tmp_path: Path) -> None:
+    folder, inner = tmp_path / "programs", tmp_path / "programs" / "tuned"
+    inner.mkdir(parents=True)
+    for path in (folder, inner):
+        path.chmod(0o755)
+    program = inner / "program.bin"
+    program.write_bytes(b"code")
+    program.chmod(0o644)
+    (folder / "link").symlink_to(program)
+    assert find_other_writer(folder) is None
+    for path, mode in ((program, 0o646), (inner, 0o757), (folder, 0o777)):
+        usual = path.stat().st_mode
+        path.chmod(mode)
+        assert find_other_writer(folder) == f"{path} can be written by others"
+        path.chmod(usual)
+    assert find_other_writer(folder) is None
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="only root can give files away")
+def test_code_of_another_user_is_found(tmp_path: Path) -> None:
+    (tmp_path / "cpu-kernels-1-2.so").write_bytes(b"planted")
+    tmp_path.chmod(0o755)
+    os.chown(tmp_path / "cpu-kernels-1-2.so", 12345, 12345)
+    assert find_other_writer(tmp_path) == f"{tmp_path / 'cpu-kernels-1-2.so'} belongs to another user"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="has no groups")
+def test_a_group_of_one_is_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems give each user a group, and let it write by default."""
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    tmp_path.chmod(0o775)
+    for name, members, is_own in (
+        (user, [], True),
+        (user, [user], True),
+        (user, ["else"], False),
+        ("staff", [], False),
+    ):
+        files._is_own_group.cache_clear()
+        group = SimpleNamespace(gr_name=name, gr_mem=members)
+        monkeypatch.setattr(grp, "getgrgid", lambda _, group=group: group)
+        assert (find_other_writer(tmp_path) is None) == is_own, (name, members)
+    files._is_own_group.cache_clear()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
+import shutil
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ from jaxserve.engine.model_files import (
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.errors import ClusterError, ConfigError, TokenizerError
+from jaxserve.files import find_other_writer
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.pages import PageManager
 from jaxserve.sampling_params import SamplingParams
@@ -338,6 +342,8 @@ def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | Non
 def make_cache_dir(config: EngineConfig) -> EngineConfig:
     """Makes the directory of compiled programs; returns the config, without a directory if the default cannot be made.
 
+    Programs are code. So a directory into which others may write is left alone, and this process has one of its own.
+
     Raises:
         ConfigError: the requested directory cannot be made.
     """
@@ -345,12 +351,26 @@ def make_cache_dir(config: EngineConfig) -> EngineConfig:
     if directory is None:
         return config
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as error:
         reason = f"{directory} cannot be made ({error.strerror})"
         if config.compile.compilation_cache_dir is not None:
             message = f"{reason}; give another directory, or '' for none"
             raise ConfigError(message, field="compilation_cache_dir", value=str(directory)) from error
         _log.warning("compiled programs are not kept: %s; compilation_cache_dir takes another directory", reason)
-        return dataclasses.replace(config, compile=dataclasses.replace(config.compile, compilation_cache_dir=""))
-    return config
+        return _with_cache_dir(config, "")
+    reason = find_other_writer(directory)
+    if reason is None:
+        return config
+    own = tempfile.mkdtemp(prefix="jaxserve-programs-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    _log.warning(
+        "compiled programs are not read from %s: %s, and programs are code; this process compiles its own. Make the "
+        "directory yours alone (chown, chmod -R go-w), or give another with compilation_cache_dir",
+        *(directory, reason),
+    )
+    return _with_cache_dir(config, own)
+
+
+def _with_cache_dir(config: EngineConfig, directory: str) -> EngineConfig:
+    return dataclasses.replace(config, compile=dataclasses.replace(config.compile, compilation_cache_dir=directory))

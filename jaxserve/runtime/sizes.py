@@ -8,6 +8,7 @@ from typing import Self
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.files import find_other_writer
 from jaxserve.layers.stack import StackMode
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.models.base import DecoderConfig
@@ -212,7 +213,8 @@ def _choose_attention(
     specs = make_specs(model, config.cache.page_size, dtype)
     name = None if wanted == "auto" else wanted
     if _uses_cpu_kernels(config, platform):
-        load_cpu_kernels(config.compile.cache_dir)
+        kept = config.compile.cache_dir
+        load_cpu_kernels(kept if kept is None or not kept.is_dir() or find_other_writer(kept) is None else None)
     try:
         found = [
             resolve_impl(name, shape, platform=platform, device_kind=device_kind)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from jaxserve import __version__
 from jaxserve.config import read_compiler_flags
 from jaxserve.devices import find_version
 from jaxserve.errors import ConfigError, shorten
-from jaxserve.files import read_regular
+from jaxserve.files import find_other_writer, read_regular
 from jaxserve.runtime.identity import describe_mesh, describe_model, list_chosen_options
 from jaxserve.runtime.shapes import Shapes
 from jaxserve.runtime.step_programs import ProgramKey
@@ -107,17 +106,13 @@ def refuse_foreign(folder: Path) -> None:
     """Raises ConfigError if somebody else owns the directory or a file in it, or may write there."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a directory", field="bundle", value=str(folder))
-    trusted = (os.geteuid(), 0)
-    for path in (folder, *sorted(folder.iterdir())):
-        status = path.lstat()
-        if path != folder and not stat.S_ISREG(status.st_mode):
+    for path in sorted(folder.iterdir()):
+        if not stat.S_ISREG(path.lstat().st_mode):
             raise ConfigError(f"{path} is not a regular file", field="bundle", value=str(folder))
-        if status.st_uid not in trusted or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            message = (
-                f"{path} can be written by others, and a bundle is code; it must belong to you or to root: "
-                f"chmod -R go-w {folder}"
-            )
-            raise ConfigError(message, field="bundle", value=str(folder))
+    reason = find_other_writer(folder)
+    if reason is not None:
+        message = f"{reason}, and a bundle is code; it must belong to you or to root: chmod -R go-w {folder}"
+        raise ConfigError(message, field="bundle", value=str(folder))
 
 
 def read_file(folder: Path, file: BundleFile) -> bytes:

@@ -144,7 +144,10 @@ def test_a_program_that_is_missing_in_the_manifest_is_named(model: Path, bundle:
 
 @pytest.mark.parametrize("path", [".", "manifest.json", "000"])
 @pytest.mark.parametrize("mode", [0o020, 0o002])
-def test_what_others_may_write_is_refused(model: Path, bundle: Path, path: str, mode: int) -> None:
+def test_what_others_may_write_is_refused(
+    model: Path, bundle: Path, path: str, mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.files._is_own_group", lambda group_id: False)
     found = next(bundle.glob("000-*")) if path == "000" else bundle / path
     found.chmod(found.stat().st_mode | mode)
     with pytest.raises(ConfigError, match=r"can be written by others, and a bundle is code.*chmod"):
@@ -154,7 +157,7 @@ def test_what_others_may_write_is_refused(model: Path, bundle: Path, path: str, 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_what_somebody_else_owns_is_refused(model: Path, bundle: Path) -> None:
     os.chown(bundle / "manifest.json", 12345, 12345)
-    with pytest.raises(ConfigError, match=r"manifest\.json can be written by others"):
+    with pytest.raises(ConfigError, match=r"manifest\.json belongs to another user"):
         start(model, bundle)
 
 
