@@ -80,6 +80,15 @@ class AccessLog:
                 log_access(label or request_id, scope, status, seconds)
 
 
+# Salts of prefixes go into recordings and to other hosts, where nobody is to try keys against them.
+_SECRET = secrets.token_bytes(32)
+
+
+def _make_salt(digest: bytes) -> str:
+    """Returns what stands for a key in this process, and tells nothing of the key."""
+    return hmac.digest(_SECRET, digest, "sha256").hex()
+
+
 class Guard:
     """Checks host, origin, key, phase, queue and body headers. Paths are compared exactly as sent."""
 
@@ -130,7 +139,7 @@ class Guard:
         if not found:
             message = "A valid API key is required: send the header 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        context.rights, context.salt = found[0], digest.hex() if len(self._keys) > 1 else ""
+        context.rights, context.salt = found[0], _make_salt(digest) if len(self._keys) > 1 else ""
 
     def _check_body(self, headers: Headers) -> None:
         if headers.get("content-encoding", "identity") != "identity":
