@@ -1,4 +1,4 @@
-"""The README's examples print what stands below them, and its install lines install."""
+"""The examples of README and docs/start.md print what stands below them, and README's install lines install."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", README, flags=re.S)
+FIRST_STEPS = README + (ROOT / "docs" / "start.md").read_text()
+PAGES = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")))
+EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", FIRST_STEPS, flags=re.S)
 SESSIONS = [  # a command of a console block, and what stands below it
     session.split("\n", 1)
-    for block in re.findall(r"```console\n(.*?)```", README, flags=re.S)
+    for block in re.findall(r"```console\n(.*?)```", FIRST_STEPS, flags=re.S)
     for session in block.removeprefix("$ ").split("\n$ ")
     if session.strip() != "jaxserve serve"
 ]
@@ -45,7 +47,7 @@ def check_printed(printed: str, shown: str) -> None:
     """Compares lines, without the blanks around them; `...` stands for anything but nothing."""
     pattern = r".+?".join(re.escape(part) for part in shown.strip().split("..."))
     text = "\n".join(line.strip() for line in printed.strip().splitlines())
-    assert re.fullmatch(pattern, text, flags=re.S), f"{text}\n--- where the README shows\n{shown}"
+    assert re.fullmatch(pattern, text, flags=re.S), f"{text}\n--- where the page shows\n{shown}"
 
 
 def test_what_is_printed_is_compared() -> None:
@@ -53,7 +55,7 @@ def test_what_is_printed_is_compared() -> None:
     with pytest.raises(AssertionError):
         check_printed("a story\n169\n", "...\n168\n")
     assert len(EXAMPLES) >= 3 and len(SESSIONS) >= 5 and len(INSTALL_LINES) >= 4
-    assert len(EXAMPLES) == README.count("```python\n"), "every example shows what it prints"
+    assert len(EXAMPLES) == FIRST_STEPS.count("```python\n"), "every example shows what it prints"
 
 
 @pytest.mark.parametrize(("block", "shown"), EXAMPLES, ids=range(len(EXAMPLES)))
@@ -69,12 +71,26 @@ def test_command_prints_what_is_shown(command: str, shown: str, tmp_path: Path) 
     check_printed(run(shell, tmp_path, shell=True), shown)
 
 
-def test_make_targets_and_files_of_the_readme_exist() -> None:
+def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"make ([a-z-]+)", README)):
+    for target in set(re.findall(r"make ([a-z-]+)", FIRST_STEPS)):
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
-    for file in re.findall(r"\]\(((?!http)[^)]+)\)", README):
-        assert (ROOT / file).exists(), file
+
+
+def list_anchors(text: str) -> set[str]:
+    """Returns the fragments that lead to a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\(((?!https?:)[^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in list_anchors(target.read_text()), link
 
 
 def test_the_size_that_it_names_is_the_size() -> None:
