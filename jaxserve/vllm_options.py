@@ -92,7 +92,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "max_parallel_loading_workers": VllmOption(None, ""),
     "max_seq_len_to_capture": VllmOption(None, ""),
     "mm_processor_kwargs": VllmOption(({},), _NO_IMAGES),
-    "model_impl": VllmOption(("auto",), "models are this engine's own code; see README.md for the families"),
+    "model_impl": VllmOption(("auto",), "models are this engine's own code; see docs/models.md for the families"),
     "model_loader_extra_config": VllmOption(({},), "loading has no further options"),
     "num_speculative_tokens": VllmOption((), _DRAFTING),
     "override_generation_config": VllmOption(({},), "give SamplingParams with each request"),
