@@ -92,8 +92,8 @@ def read_keys(options: AccessOptions, environment: Sequence[str]) -> Keys:
     keys = [*options.api_key, *environment]
     if options.api_key_file is not None:
         try:
-            with open(options.api_key_file, encoding="utf-8") as file:
-                keys += [line.strip() for line in file if line.strip()]
+            with open_regular(Path(options.api_key_file)) as file:  # a FIFO would hang whoever reads it again
+                keys += [line.strip() for line in file.read().decode("utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot be read: {error}", field="api_key_file", value=options.api_key_file) from error
     for key in keys:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def test_keys_that_keep_nobody_out_are_refused_and_not_repeated(key: str) -> Non
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: .*nowhere"):
         read_keys(AccessOptions(**{name: str(tmp_path / "nowhere")}), ())
+
+
+@pytest.mark.parametrize("name", ["api_key_file", "tenants"])
+def test_a_fifo_is_refused_at_the_start(name: str, tmp_path: Path) -> None:
+    """Both files are read again at a SIGHUP, and reading a FIFO that nobody writes never ends."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match=f"{name}: .*FIFO"):
+        read_keys(AccessOptions(**{name: str(tmp_path / "fifo")}), ())
 
 
 def test_a_tenants_file_grants_what_it_says(path: Path) -> None:
