@@ -208,7 +208,8 @@ class Engine:
         count, reason, error = self._grammars.accept(sequence, run)
         if reason is None:
             return run
-        if count < len(run) or sequence.error is not None:  # the grammar's end precedes the scheduler's
+        precedes = count < len(run) or sequence.error is not None  # the grammar's end precedes the scheduler's
+        if precedes or sequence.finish_reason is FinishReason.LENGTH:  # a form that is complete was not cut
             self._cut(sequence, len(sequence.token_ids) - len(run) + count, reason, error)
         else:
             self.scheduler.finish_sequence(sequence, reason, error)

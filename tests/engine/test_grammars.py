@@ -136,6 +136,18 @@ def test_a_complete_text_ends_its_sequence() -> None:
     assert len(output.outputs[0].token_ids) == 5 and output.outputs[0].finish_reason == "stop"
 
 
+def test_a_text_that_is_complete_with_its_last_token_was_not_cut() -> None:
+    for overlap in (True, False):
+        outputs = run(make_engine(overlap=overlap), make("a", Grammar(stop_at=5), 5), make("b", Grammar(stop_at=6), 5))
+        ends = {name: (len(o.outputs[0].token_ids), o.outputs[0].finish_reason) for name, o in outputs.items()}
+        assert ends == {"a": (5, "stop"), "b": (5, "length")}
+    (output,) = run(make_engine(), make("a", Grammar(forced={2: [600, 601, 602, 603]}, stop_at=5), 5)).values()
+    assert output.outputs[0].finish_reason == "stop" and output.outputs[0].stop_reason is None
+    ids = continue_alone(PROMPT, 5, [None], VOCAB)
+    (output,) = run(make_engine(), make("a", Grammar(stop_at=5), 5, stop_token_ids=[ids[4]])).values()
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", ids[4])
+
+
 def test_a_grammar_that_fails_ends_its_own_request_only() -> None:
     outputs = run(make_engine(), make("bad", Grammar(fail_at=4)), make("good", Grammar()))
     assert isinstance(outputs["bad"].error, GrammarError) and len(outputs["bad"].outputs[0].token_ids) == 4
