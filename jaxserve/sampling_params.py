@@ -15,7 +15,7 @@ from jaxserve.vllm_options import SAMPLING_ADVICE
 
 MAX_STOP_STRINGS = 16  # evaluation harnesses send a task's strings plus the text of EOS: four are too few
 MAX_STOP_TOKEN_IDS = 256
-MAX_SEED = 2**63 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_COMPLETIONS = 128  # n
 MAX_LOGIT_BIAS = 300
 _MAX_PROMPT_LOGPROBS = 20  # where max_logprobs is -1: a prompt's come as a list of fixed length
@@ -58,7 +58,7 @@ class SamplingParams:
     top_p: float = 1.0  # in (0, 1]
     top_k: int = 0  # 0 or -1: all tokens
     min_p: float = 0.0  # in [0, 1]
-    seed: int | None = None  # None or -1: drawn at admission
+    seed: int | None = None  # 64 bits, signed; None or -1: drawn at admission
     max_tokens: int | None = 16  # None: up to max_model_len
     stop: Sequence[str] | str | None = None  # normalised to a tuple
     stop_token_ids: Sequence[int] | None = None  # normalised to a tuple
@@ -109,7 +109,7 @@ class SamplingParams:
         if isinstance(self.seed, int) and self.seed == -1:
             object.__setattr__(self, "seed", None)
         if self.seed is not None:
-            _require_integer("seed", self.seed, low=0, high=MAX_SEED)
+            _require_integer("seed", self.seed, low=MIN_SEED, high=MAX_SEED)
         if self.max_tokens is not None:
             _require_integer("max_tokens", self.max_tokens, low=1, high=2**31 - 1)
         _require_integer("min_tokens", self.min_tokens, low=0, high=2**31 - 1)

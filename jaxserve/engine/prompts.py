@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]  # {"role": ..., "content": text}
 Prompt = str | Mapping[str, Any] | Sequence[int]  # text, a mapping with _PROMPT_KEYS, or token ids
+_SEED_BITS = 2**64 - 1
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -172,7 +173,7 @@ class RequestFactory:
             params=params,
             prompt=text,
             eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
-            seed=params.seed if params.seed is not None else self._random.randint(0, MAX_SEED),
+            seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed & _SEED_BITS,
             bad_words=tuple(self._tokenize_bad_words(params.bad_words)),
             grammar=grammar,
             automaton=None if grammar is None or has_ids else grammar.automaton,

@@ -29,6 +29,11 @@ def test_priority_deadline_and_salt_reach_the_request() -> None:
     assert (plain.service_tier, plain.tenant) == (ServiceTier.DEFAULT, DEFAULT_TENANT)
 
 
+@pytest.mark.parametrize(("seed", "bits"), [(-2, 2**64 - 2), (-(2**63), 2**63), (2**63 - 1, 2**63 - 1), (0, 0)])
+def test_a_seed_is_any_signed_number_of_64_bits(seed: int, bits: int) -> None:
+    assert make_factory().make(IDS, SamplingParams(seed=seed)).seed == bits
+
+
 @pytest.mark.parametrize(
     ("given", "tier"),
     [

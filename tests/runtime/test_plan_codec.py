@@ -45,7 +45,7 @@ PARAMS: dict[str, st.SearchStrategy[Any]] = {
     "top_p": st.floats(0.001, 1),
     "top_k": st.integers(-1, 2**31 - 1),
     "min_p": st.floats(0, 1),
-    "seed": maybe(st.integers(-1, 2**63 - 1)),
+    "seed": maybe(st.integers(-(2**63), 2**63 - 1)),
     "max_tokens": maybe(st.integers(100, 2**31 - 1)),
     "stop": maybe(TEXT | st.lists(TEXT, max_size=3)),
     "stop_token_ids": maybe(st.lists(IDS, max_size=3)),

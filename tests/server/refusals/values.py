@@ -27,7 +27,7 @@ SAMPLING: list[Row] = [
     *(({"presence_penalty": value}, "presence_penalty") for value in (-2.1, 2.1)),
     *(({"frequency_penalty": value}, "frequency_penalty") for value in (-2.1, 2.1)),
     *(({"repetition_penalty": value}, "repetition_penalty") for value in (0, -1, 2.1)),
-    *(({"seed": value}, "seed") for value in (-2, 2**63, 2**200)),
+    *(({"seed": value}, "seed") for value in (-(2**63) - 1, 2**63, 2**200)),
     *(({name: value}, name) for name, value in FOREIGN.items()),
     *(({"min_tokens": value}, "min_tokens") for value in (-1, 4, 2**40)),
     *(({"stop": value}, "stop") for value in ("", [""], ["a"] * 17, ["a", ""])),
