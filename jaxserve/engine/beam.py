@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.request import RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizers import Tokenizer
 
 Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 
@@ -100,6 +104,25 @@ def search_beams(
         done[index] += [replace(beam, finish_reason="length") for beam in beams]
         done[index].sort(key=lambda beam: -beam.score(params.length_penalty))
     return [BeamSearchOutput(beams[: params.beam_width]) for beams in done]
+
+
+def decode_beams(
+    found: Sequence[BeamSearchOutput], prompts: Sequence[list[int]], tokenizer: Tokenizer
+) -> list[BeamSearchOutput]:
+    """Returns the outputs with the text of each beam: what `generate` gives for the same tokens behind its prompt."""
+    return [
+        BeamSearchOutput([replace(beam, text=_decode(beam, prompt, tokenizer)) for beam in output.sequences])
+        for output, prompt in zip(found, prompts, strict=True)
+    ]
+
+
+def _decode(beam: BeamSearchSequence, prompt: list[int], tokenizer: Tokenizer) -> str:
+    token_ids = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids  # EOS has no text
+    try:
+        stream = tokenizer.new_stream(True, prompt)
+    except TokenizerError:  # the decoder needs the whole text
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+    return stream.push_many(token_ids) + stream.flush()
 
 
 def _grow(beam: BeamSearchSequence, output: RequestOutput, ends: set[int]) -> list[BeamSearchSequence]:

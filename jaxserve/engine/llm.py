@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import DEMO_MODEL, EngineConfig
 from jaxserve.engine.arguments import find_deadline, list_prompts, make_requests, read_chat_options
-from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, search_beams
+from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, decode_beams, search_beams
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.metrics import Metric, list_metrics
 from jaxserve.engine.progress import choose_announce, choose_progress
@@ -234,13 +232,7 @@ class LLM:
             found = search_beams(
                 texts, params, generate, eos_token_ids, max_model_len=self._ready.shapes.model.max_model_len
             )
-        if self._ready.tokenizer is None:
-            return found
-        decode = partial(self._ready.tokenizer.decode, skip_special_tokens=True)
-        return [
-            BeamSearchOutput([replace(beam, text=decode(beam.token_ids)) for beam in output.sequences])
-            for output in found
-        ]
+        return found if self._ready.tokenizer is None else decode_beams(found, texts, self._ready.tokenizer)
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
         engine, outputs = self._ready.engine, {}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.engine.logprobs import LogprobReader, PromptLogprobs
+from jaxserve.engine.logprobs import LogprobReader, PromptLogprobs, add_text
 from jaxserve.errors import JaxServeError
 from jaxserve.request import (
     CompletionOutput,
@@ -18,7 +18,7 @@ from jaxserve.sampling_params import OutputKind
 
 if TYPE_CHECKING:
     from jaxserve.scheduler import Sequence
-    from jaxserve.tokenizers import DetokenizerStream, Tokenizer
+    from jaxserve.tokenizers import DetokenizerStream, Tokenizer, TokenNamer
 
 
 class StopMatcher:
@@ -66,7 +66,7 @@ class RequestStream:
         self._error: JaxServeError | None = None  # a finished sequence's, with OutputKind.FINAL_ONLY
         self.prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
-            self.prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs, reader)
+            self.prompt_logprobs = PromptLogprobs(request, params.prompt_logprobs, reader)
 
     def collect(self, output: RequestOutput) -> RequestOutput | None:
         """Takes a sequence's last output; returns the output to show now, or None with FINAL_ONLY until all ended."""
@@ -98,6 +98,11 @@ class OutputStream:
         self.sequence, self.group = sequence, group
         self.num_logprobs, self._reader, self._clock = params.logprobs, reader, clock
         self._logprobs: list[TokenLogprobs] = []
+        self._namer: TokenNamer | None = None
+        if params.logprobs is not None:
+            self._namer = reader.open_namer(
+                params.skip_special_tokens, sequence.request.prompt_token_ids, params.spaces_between_special_tokens
+            )
         self._cumulative_logprob = 0.0
         self._is_delta = params.output_kind is OutputKind.DELTA
         self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
@@ -141,7 +146,8 @@ class OutputStream:
             self.stop_string = self._search(run)
         if logprobs is not None and self.num_logprobs is not None:
             for line, token_id in enumerate(run[: self.end_token - before], first_line):
-                found = self._reader.read(logprobs, line, token_id, self.num_logprobs)
+                text = None if self._namer is None else self._namer.name(token_id)
+                found = self._reader.read(logprobs, line, token_id, self.num_logprobs, text)
                 self._logprobs.append(found)
                 self._cumulative_logprob += found[token_id].logprob
         if not self.shows_progress or self.stop_string is not None or self.sequence.finish_reason is not None:
@@ -152,6 +158,8 @@ class OutputStream:
         """Adds the text held back, at the sequence's end; returns the stop string that it completes, or None."""
         if self._detokenizer is None:
             return None
+        if self._namer is not None and self._logprobs and (rest := self._namer.flush()):
+            self._logprobs[-1] = add_text(self._logprobs[-1], rest)
         stop = self._add(self._detokenizer.flush())
         if stop is None and self._stops is not None:
             self._pieces.append(self._stops.flush())

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from jaxserve.tokenizers.load import load_tokenizer
 from jaxserve.tokenizers.stream import DetokenizerStream
-from jaxserve.tokenizers.tokenizer import Tokenizer
+from jaxserve.tokenizers.tokenizer import Tokenizer, TokenNamer
 
-__all__ = ["DetokenizerStream", "Tokenizer", "load_tokenizer"]
+__all__ = ["DetokenizerStream", "TokenNamer", "Tokenizer", "load_tokenizer"]

@@ -128,6 +128,10 @@ class SentencePieceTokenizer(TransformersTokenizer):
         """See `Tokenizer.new_stream`."""
         return open_stream(self._table, skip_special_tokens, prompt_ids, spaces_between_special_tokens)
 
+    def decode_token(self, token_id: int) -> str:
+        """See `Tokenizer.decode_token`."""
+        return self._table.show(token_id)
+
     def list_token_bytes(self) -> list[bytes]:
         """See `Tokenizer.list_token_bytes`."""
         return self._table.list_bytes()

@@ -42,6 +42,11 @@ class PieceTable:
         """Returns the pieces as UTF-8."""
         return [piece.encode() if isinstance(piece, str) else piece for piece in self.pieces]
 
+    def show(self, token_id: int) -> str:
+        """Returns the text of a token inside a text: U+FFFD for part of a character, "" for an unknown id."""
+        piece = self.pieces[token_id] if token_id < len(self.pieces) else ""
+        return piece if isinstance(piece, str) else self.decode(piece, True)[0]
+
     def decode(self, data: bytes, final: bool) -> tuple[str, int]:
         """Returns the text of `bytes` pieces and how many bytes it took; an open character waits unless `final`."""
         text, consumed = codecs.utf_8_decode(data, self.errors, final)

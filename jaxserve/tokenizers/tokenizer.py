@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxserve.errors import TokenizerError
 from jaxserve.tokenizers.checks import require_text, require_token_ids
 from jaxserve.tokenizers.stream import DetokenizerStream
 
@@ -62,6 +63,25 @@ class Tokenizer(ABC):
         stream = self.new_stream(skip_special_tokens)
         return stream.push_many(ids) + stream.flush()
 
+    def split_text(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str]:
+        """Returns the text of each token in its place, as a `TokenNamer` gives it.
+
+        Joined they are `decode(ids, skip_special_tokens)`. Special tokens have their text even if `decode` leaves it
+        out. A character that stays incomplete belongs to the last token. If the decoder needs the whole text, each
+        token is decoded alone.
+
+        Raises:
+            InvalidRequestError: as `decode_token`.
+        """
+        try:
+            namer = TokenNamer(self, skip_special_tokens)
+        except TokenizerError:
+            return [self.decode_token(token_id) for token_id in ids]
+        texts = [namer.name(token_id) for token_id in ids]
+        if texts:
+            texts[-1] += namer.flush()
+        return texts
+
     @abstractmethod
     def _encode(self, text: str, allow_special: bool, escape: str) -> list[int]:
         """Returns the ids of a valid text, without prefix and suffix."""
@@ -86,6 +106,14 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
+    def decode_token(self, token_id: int) -> str:
+        """Returns the text that a token adds inside a text, with its space; U+FFFD for part of a character.
+
+        Raises:
+            InvalidRequestError: the tokenizer's library fails on it.
+        """
+
+    @abstractmethod
     def list_token_bytes(self) -> list[bytes]:
         """Returns the bytes that each token id adds inside a text; special tokens as their text, b"" without a token.
 
@@ -100,6 +128,36 @@ class Tokenizer(ABC):
     def _find_named(self, name: str) -> int | None:
         text = self.named_tokens.get(name)
         return None if text is None else self._find_id(text)
+
+
+class TokenNamer:
+    """Gives the text of each token of an output in its place. Joined, these are the output's text.
+
+    A token that leaves a character incomplete has no text; the one that completes it has the character. A special token
+    that the output's text omits has its own text all the same.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        prompt_ids: Sequence[int] = (),
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
+        """The arguments are those of `Tokenizer.new_stream`, and so is the error."""
+        self._tokenizer = tokenizer
+        self._omitted = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._ends_omitted = False  # the last token has no place in the text
+        self._stream = tokenizer.new_stream(skip_special_tokens, prompt_ids, spaces_between_special_tokens)
+
+    def name(self, token_id: int) -> str:
+        """Returns the text of the next token."""
+        self._ends_omitted = token_id in self._omitted
+        return self._tokenizer.decode_token(token_id) if self._ends_omitted else self._stream.push(token_id)
+
+    def flush(self) -> str:
+        """Returns what the last token gets at the end of the text: U+FFFD for an incomplete character, else ""."""
+        return "" if self._ends_omitted else self._stream.flush()
 
 
 def compile_special_pattern(texts: Iterable[str]) -> re.Pattern[str]:

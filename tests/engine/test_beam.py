@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 
-from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, search_beams
+from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, decode_beams, search_beams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.tokenizers import load_tokenizer
+from tests.tokenizers.builders import make_llama2
 
 VOCAB, EOS = 4, 3
 
@@ -80,6 +83,20 @@ def test_beams_end_where_the_context_does() -> None:
     assert [{len(beam.token_ids) for beam in output.sequences} for output in found] == [{4}, {2}, {1}]
     assert all(beam.finish_reason == "length" for output in found for beam in output.sequences)
     assert found[0] == search(prompts[:1], params)[0]
+
+
+def test_texts_are_those_of_an_answer(tmp_path: Path) -> None:
+    """Behind a prompt the first word keeps its space; the token that ends a beam has no text."""
+    make_llama2(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    ids, end = tokenizer.encode("cat", False), tokenizer.encode("mat", False)[-1]
+    beams = [BeamSearchSequence(ids, 0.0, "length"), BeamSearchSequence([*ids, end], 0.0, "stop")]
+    for prompt in ("the", ""):
+        before = tokenizer.encode(prompt)
+        (found,) = decode_beams([BeamSearchOutput(beams)], [before], tokenizer)
+        stream = tokenizer.new_stream(True, before)
+        assert [beam.text for beam in found.sequences] == [stream.push_many(ids)] * 2
+        assert found.sequences[0].text.startswith(" ") == bool(prompt)
 
 
 @pytest.mark.parametrize("options", [{"beam_width": 0}, {"max_tokens": 1.5}, {"length_penalty": math.nan}])

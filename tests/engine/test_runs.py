@@ -30,11 +30,13 @@ TEXT = "".join(chr(ord("a") + token_id) for token_id in ALONE)
 class NamedLetters(Letters):
     """Those that log-probabilities can name."""
 
+    special_ids: frozenset[int] = frozenset()
+
     def new_stream(self, *_: Any) -> Letters:
         return Letters()
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+    def decode_token(self, token_id: int) -> str:
+        return chr(ord("a") + token_id)
 
 
 class Ends:

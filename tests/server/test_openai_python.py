@@ -222,7 +222,8 @@ def test_echo_with_logprobs_as_evaluation_harnesses_ask_for_it(client: openai.Op
 
 
 def test_offsets_count_the_special_tokens_that_an_echo_shows(client: openai.OpenAI) -> None:
-    answer = complete(client, prompt=[1, 3, 1195, 2, 4], echo=True, logprobs=0, max_tokens=3)
+    shown = {"skip_special_tokens": False}
+    answer = complete(client, prompt=[1, 3, 1195, 2, 4], echo=True, logprobs=0, max_tokens=3, extra_body=shown)
     text, found = answer.choices[0].text, answer.choices[0].logprobs
     assert text.startswith("<s><|user|>") and "<|assistant|>" in text
     assert all(text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens, strict=True))

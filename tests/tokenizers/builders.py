@@ -80,6 +80,18 @@ def make_llama2(directory: Path, **config: Any) -> Tokenizer:
     return library
 
 
+def make_metaspace(directory: Path) -> Tokenizer:
+    """A BPE over words, each with the space mark in front, as T5 and Mistral have it; the first word loses its mark."""
+    library = Tokenizer(models.BPE(unk_token="<unk>"))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    library.train_from_iterator([line for line in LINES if line.isascii()], trainer)
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    library.save(str(directory / "tokenizer.json"))
+    write_json(directory / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+    return library
+
+
 def make_words(directory: Path, decoder: decoders.Decoder | None) -> Tokenizer:
     """Words and added tokens, special and plain ones; without a decoder the library joins them all by spaces."""
     texts = ["<unk>", "cat", "▁sat", "!", "<a>", "▁<b>", " <c>", "<tool>", "▁▁"]

@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request as EngineRequest
-from jaxserve.request import RequestOutput
+from jaxserve.request import RequestOutput, TokenLogprobs
 from jaxserve.server.answers import AnswerReader, respond
 from jaxserve.server.body import prepare, read_body
 from jaxserve.server.events import AnswerEnded, Update, join_texts
 from jaxserve.server.generation import Account, name_requests
-from jaxserve.server.logprobs import to_completion, to_prompt_logprobs
+from jaxserve.server.logprobs import CompletionTokens, to_prompt_logprobs
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import (
     check_count,
@@ -80,7 +80,7 @@ def make_requests(body: CompletionRequest, state: ServerState, options: dict[str
         encode = engine.tokenizer.encode
         for prompt in prompts:
             if "prompt" in prompt:
-                prompt["prompt_token_ids"] = encode(prompt.pop("prompt"), add_special_tokens=False)
+                prompt["prompt_token_ids"] = encode(prompt["prompt"], add_special_tokens=False)
     return [engine.requests.make(prompt, params, **options) for prompt in prompts]
 
 
@@ -92,10 +92,10 @@ class CompletionWriter:
     def __init__(self, body: CompletionRequest, model: str, state: ServerState, request: EngineRequest) -> None:
         self._body, self._num_logprobs = body, request.params.logprobs
         self._chunks = make_chunk_writer(body, model, state, request, prefix="cmpl", kind="text_completion")
-        self._num_characters: dict[int, int] = {}  # by choice
+        self._tokens: dict[int, CompletionTokens] = {}  # by choice
         self._tokenizer = tokenizer = state.engine.tokenizer
-        hides = request.params.skip_special_tokens and tokenizer is not None
-        self._hidden = tokenizer.special_ids if hides else frozenset()
+        self._skips_special = request.params.skip_special_tokens
+        self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids
         self._echoes_only = body.max_tokens == 0
         self._is_plain = not (
             body.wants_usage_so_far or self._num_logprobs is not None or body.echo or body.return_token_ids
@@ -127,21 +127,13 @@ class CompletionWriter:
         if self._echoes_only:
             text, token_ids, logprobs = "", [], [] if logprobs is not None else None
             ended = AnswerEnded("length", None) if ended is not None else None
-        prompt = self._read_prompt(output) if update.begins and self._body.echo else ""
-        text = prompt + text
+        prompt = self._read_prompt(output) if update.begins and self._body.echo else None
+        text = (prompt or "") + text
         found: dict[str, Any] = {"index": update.choice, "text": text, "logprobs": None}
-        offset = self._num_characters.get(update.choice, 0)
         if logprobs is not None:
-            ids: list[int] = list(token_ids)
-            entries: list[Any] = list(logprobs)
-            first = ""
-            if prompt:
-                ids, entries = [*output.prompt_token_ids, *ids], [*(output.prompt_logprobs or []), *entries]
-                first = self._decode(ids[:1])
-            found["logprobs"] = to_completion(
-                ids, entries, self._num_logprobs or 0, offset, first, self._hidden, prompt
+            found["logprobs"] = self._list_tokens(update, prompt, token_ids, logprobs).take(
+                text, is_last=ended is not None
             )
-        self._num_characters[update.choice] = offset + len(text)
         found["finish_reason"] = ended.reason if ended is not None else None
         if ended is not None:
             found["stop_reason"] = ended.stop_reason
@@ -152,11 +144,32 @@ class CompletionWriter:
             found["prompt_logprobs"] = to_prompt_logprobs(output.prompt_logprobs)
         return found
 
-    def _read_prompt(self, output: RequestOutput) -> str:
-        return output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
+    def _list_tokens(
+        self, update: Update, prompt: str | None, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> CompletionTokens:
+        """Returns the tokens of a choice with those of an update, and the echoed prompt's in front of the first."""
+        tokens = self._tokens.get(update.choice)
+        if tokens is None:
+            hidden = self._special_ids if self._skips_special else frozenset()
+            tokens = self._tokens[update.choice] = CompletionTokens(self._num_logprobs or 0, hidden)
+        if prompt is not None:
+            output, skips = update.output, self._skips_in_prompt(update.output)
+            ids = output.prompt_token_ids
+            first = "" if self._tokenizer is None else self._tokenizer.split_text(ids, skips)[0]
+            hidden = self._special_ids if skips else frozenset()
+            assert output.prompt_logprobs is not None  # an echo with log-probabilities asks for them
+            tokens.add_prompt(prompt, ids, output.prompt_logprobs, first, hidden)
+        tokens.add(token_ids, logprobs)
+        return tokens
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
+    def _read_prompt(self, output: RequestOutput) -> str:
+        if output.prompt is not None or self._tokenizer is None:
+            return output.prompt or ""
+        return self._tokenizer.decode(output.prompt_token_ids, self._skips_in_prompt(output))
+
+    def _skips_in_prompt(self, output: RequestOutput) -> bool:
+        """Whether the echoed prompt omits special tokens: as the answer does, and always if it was given as text."""
+        return self._skips_special or output.prompt is not None
 
     def _render_usage(self, usage: Account) -> dict[str, Any]:
         return (replace(usage, completion_tokens=0) if self._echoes_only else usage).to_usage()

@@ -86,9 +86,7 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
         token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds)
     else:
         token_ids = _encode_conversation(body, state, tokenizer)
-    texts = None
-    if body.return_token_strs:
-        texts = [tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
+    texts = tokenizer.split_text(token_ids, skip_special_tokens=True) if body.return_token_strs else None
     return {
         "count": len(token_ids),
         "max_model_len": state.engine.max_model_len,
