@@ -271,6 +271,10 @@ METHODS: dict[str, Method] = {
         compressed("pack-quantized", _ints(4, 8, actorder="group")),
         words("compressed", 4, 8, zeros=False, ordered=True),
     ),
+    "compressed words in an order, newer name": Method(
+        compressed("pack-quantized", _ints(4, 8, actorder="dynamic")),
+        words("compressed", 4, 8, zeros=False, ordered=True),
+    ),
     "compressed words of 8 bits": Method(
         compressed("pack-quantized", _ints(8, None)), words("compressed", 8, None, zeros=False)
     ),

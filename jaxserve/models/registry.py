@@ -44,9 +44,9 @@ from jaxserve.models import (
 from jaxserve.models.base import CheckpointLayer, DecoderConfig, Family, ParamSpec, Table, WeightSource
 from jaxserve.models.hf_config import HFConfig
 from jaxserve.models.parameters import kv_scale_params, trunk_params
-from jaxserve.models.quantization.config import KEY as QUANTIZATION_KEY
 from jaxserve.models.quantization.config import read_quantization
 from jaxserve.models.quantization.formats import MatrixFormat
+from jaxserve.models.quantization.settings import KEY as QUANTIZATION_KEY
 from jaxserve.models.quantization.table import EMPTY_BIASES, UNREAD, find_scheme, quantize_table
 from jaxserve.models.unsupported import describe_kind
 

@@ -14,7 +14,7 @@ def describe_weights(model: DecoderConfig) -> str | None:
 
     None for a model without quantized weights.
     """
-    if model.quantization is None:
+    if model.quantization is None or not model.quantization.has_matrices:
         return None
     specs = {name: parameter.spec for name, parameter in list_params(model).items()}
     dtypes: Counter[str] = Counter()

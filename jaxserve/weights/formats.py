@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.files import read_regular
-from jaxserve.models.quantization.config import KEY as QUANTIZATION_KEY
+from jaxserve.models.quantization.settings import KEY as QUANTIZATION_KEY
 from jaxserve.weights.json_files import MAX_JSON_BYTES, parse_json_object
 
 SINGLE_FILE = "model.safetensors"

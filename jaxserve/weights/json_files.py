@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.files import read_regular
-from jaxserve.models.quantization.config import KEY as QUANTIZATION_KEY
 from jaxserve.models.quantization.config import MODELOPT
+from jaxserve.models.quantization.settings import KEY as QUANTIZATION_KEY
 
 MODELOPT_FILE = "hf_quant_config.json"
 MAX_JSON_BYTES = 2**24  # per config file; published ones take some kilobytes

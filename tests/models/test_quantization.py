@@ -13,6 +13,7 @@ from jaxserve.models.quantization.config import read_quantization
 from jaxserve.models.quantization.formats import MatrixFormat, Targets
 from jaxserve.models.registry import list_params, parse_config
 from jaxserve.presets import load_preset
+from jaxserve.runtime.quantization import describe_weights
 
 LLAMA = load_preset("llama-30m") or {}
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
@@ -221,6 +222,57 @@ def test_modules_that_are_left_out() -> None:
     assert read(rounded) is None
 
 
+MLP = "model.layers.3.mlp"
+
+
+def test_compressed_names_are_those_of_one_module() -> None:
+    """Its tools compare whole names, so a container that is left out leaves its projections quantized."""
+    settings = compressed("int-quantized", (MLP, "gate", f"{MLP}.down_proj"), num_bits=8)
+    assert read(settings) is not None and read(settings, GATE) is not None
+    assert read(settings, f"{MLP}.down_proj") is None
+    assert read(settings, f"{MLP}.down_proj.0") is not None
+    assert read(compressed("int-quantized", (rf"re:{MLP}\.",), num_bits=8)) is None
+    assert read(compressed("int-quantized", ("Linear",), num_bits=8)) is None
+
+
+@pytest.mark.parametrize(
+    "order", [("class", "pattern", "name"), ("name", "pattern", "class"), ("pattern", "class", "name")]
+)
+def test_compressed_names_win_over_patterns_and_these_over_classes(order: tuple[str, ...]) -> None:
+    targets = {"class": "Linear", "pattern": "re:.*mlp.*", "name": PROJECTION}
+    strategies = {"class": {"strategy": "tensor"}, "pattern": {"strategy": "channel"}}
+    strategies["name"] = {"strategy": "block", "block_structure": [16, 16]}
+    weights = {kind: {"num_bits": 8, "type": "float"} | strategies[kind] for kind in order}
+    groups = {kind: {"targets": [targets[kind]], "weights": weights[kind]} for kind in order}
+    settings = compressed("float-quantized") | {"config_groups": groups}
+    forms = [read(settings, module) for module in (PROJECTION, f"{MLP}.up_proj", "model.layers.3.self_attn.o_proj")]
+    assert [form and form.block for form in forms] == [(16, 16), (1, None), (None, None)]
+    assert read(settings, "lm_head") is None
+
+
+def test_compressed_groups_without_weights() -> None:
+    """They quantize activations alone; a list of no groups is one of files whose keys and values have scales."""
+    plain = compressed("int-quantized", num_bits=8, strategy="channel")
+    without = {"targets": [r"re:.*gate_proj$"], "weights": None, "input_activations": {"num_bits": 8, "type": "float"}}
+    settings = plain | {"config_groups": {**plain["config_groups"], "group_1": without}}
+    assert read(settings) is None and read(settings, f"{MLP}.up_proj") is not None
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    only_cache = plain | {"format": "dense", "config_groups": {}, "kv_cache_scheme": scheme}
+    assert read(only_cache) is None
+    model = parse_config(LLAMA | {"quantization_config": only_cache})
+    assert list_params(model).keys() == list_params(parse_config(LLAMA)).keys()
+    assert describe_weights(model) is None
+
+
+@pytest.mark.parametrize(
+    ("actorder", "ordered"),
+    [("group", True), ("dynamic", True), (True, True), ("weight", False), ("static", False), (None, False)],
+)
+def test_compressed_orders_of_columns(actorder: object, ordered: bool) -> None:
+    form = read(compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, actorder=actorder))
+    assert form is not None and form.ordered is ordered
+
+
 @pytest.mark.parametrize(
     ("settings", "field", "words"),
     [
@@ -261,6 +313,11 @@ def test_modules_that_are_left_out() -> None:
             "none would be",
         ),
         (compressed("int-quantized", num_bits=8) | {"config_groups": {}}, "config_groups", "at least one group"),
+        (
+            compressed("pack-quantized", num_bits=4, group_size=32, actorder="random"),
+            "config_groups.group_0.weights.actorder",
+            "group, dynamic, weight and static would be",
+        ),
     ],
 )
 def test_what_is_not_read_is_named(settings: dict[str, Any], field: str, words: str) -> None:
@@ -317,6 +374,22 @@ def test_matrices_that_are_expanded() -> None:
     keys = table["layers.3.k_b.weight"].source
     assert keys.part and keys.names[1].endswith("kv_b_proj.weight_scale_inv")
     assert table["layers.3.experts.down.weight.values"].spec.shape == (256, 2048, 7168)
+
+
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale"])
+def test_expanded_matrices_have_scales_of_either_name(scale: str) -> None:
+    """AutoFP8 wrote `weight_scale`."""
+    config = dict(load_preset("deepseek-v3") or {}) | {"num_hidden_layers": 4}
+    table = list_params(parse_config(config | {"quantization_config": {"quant_method": "fp8"}}))
+    names = {f"model.layers.3.self_attn.kv_b_proj.{part}" for part in ("weight", scale)}
+    for part in ("k_b", "v_b"):
+        assert set(table[f"layers.3.{part}.weight"].source.choose(names).names) == names
+    left_out = {"quant_method": "fp8", "ignored_layers": ["k_proj"]}
+    source = list_params(parse_config(LLAMA | {"quantization_config": left_out}))["layers.0.qkv.weight"].source
+    module = "model.layers.0.self_attn"
+    names = {f"{module}.{part}" for part in ("q_proj.weight", "k_proj.weight", "v_proj.weight")}
+    names |= {f"{module}.{part}_proj.{scale}" for part in "qv"}
+    assert set(source.choose(names).names) == names
 
 
 def test_parts_that_differ_are_expanded() -> None:

@@ -73,6 +73,36 @@ def test_every_matrix_is_the_one_that_was_written(method: str, widened: bool, tm
             np.testing.assert_allclose(matrix, expected_layer[name]["weight"], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("method", ["fp8 tensors", "fp8 tensors, older name"])
+def test_latents_matrices_are_expanded_with_scales_of_either_name(method: str, tmp_path: Path) -> None:
+    quantized, expanded = write_quantized(load_case("deepseek_v3").path, tmp_path, METHODS[method])
+    found, expected = load(quantized), load(expanded)
+    for layer, expected_layer in zip(found["layers"], expected["layers"], strict=True):
+        for name in ("k_b", "v_b"):
+            matrix = np.asarray(layer[name]["weight"])
+            np.testing.assert_allclose(matrix, expected_layer[name]["weight"], rtol=1e-6, atol=1e-9)
+
+
+def test_joined_matrices_of_which_one_is_left_out(tmp_path: Path) -> None:
+    """The scales of the others have AutoFP8's name."""
+    quantized, expanded = write_quantized(load_case("llama_gqa").path, tmp_path, METHODS["fp8 tensors, older name"])
+    checkpoint = open_checkpoint(expanded)
+    left_out = {name: np.array(checkpoint.read(name)) for name in checkpoint.names if "k_proj" in name}
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        for name in left_out:
+            tensors.pop(f"{name}_scale")
+        tensors |= left_out
+
+    change(quantized, edit)
+    file = quantized / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["ignored_layers"] = ["k_proj"]
+    file.write_text(json.dumps(config))
+    for layer, expected_layer in zip(load(quantized)["layers"], load(expanded)["layers"], strict=True):
+        np.testing.assert_allclose(layer["qkv"]["weight"], expected_layer["qkv"]["weight"], rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("method", "dtype", "bits"),
     [

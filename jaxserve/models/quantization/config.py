@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.models.quantization.compressed_config import read_compressed
 from jaxserve.models.quantization.float4 import MX_BLOCK, NV_BLOCK
 from jaxserve.models.quantization.formats import EVERY_MODULE, MatrixFormat, Quantization, Targets
+from jaxserve.models.quantization.settings import (
+    KEY,
+    Settings,
+    as_mapping,
+    as_names,
+    check_pattern,
+    read_block,
+    read_group_size,
+    refuse,
+    require,
+)
 
-KEY = "quantization_config"
 MODELOPT = "modelopt"  # a method
 _OTHER_KEYS = ("compression_config", "quantization")  # of older compressed-tensors, of MLX
 _METHOD_KEYS = ("quant_method", "quant_algo")
 _FP8, _FP4 = "float8_e4m3fn", "float4_e2m1fn"
-_KINDS = {_FP8: ("float", 8), _FP4: ("float", 4), "int8": ("int", 8), "int4": ("int", 4)}  # of compressed-tensors
 _POWERS = "bfloat16"  # of scales that are powers of two
-_NVFP4 = MatrixFormat("nvfp4", _FP4, (1, NV_BLOCK), "weight_scale", factor="weight_global_scale", divides=True)
-_COMPRESSED_FP4 = {
-    "nvfp4-pack-quantized": _NVFP4,
-    "mxfp4-pack-quantized": MatrixFormat("mxfp4", _FP4, (1, MX_BLOCK), "weight_scale", scale_dtype=_POWERS),
-}
 _MODELOPT_NVFP4 = MatrixFormat("modelopt nvfp4", _FP4, (1, NV_BLOCK), "weight_scale", factor="weight_scale_2")
 _MODELOPT = {  # by `quant_algo`
     "FP8": MatrixFormat("plain", _FP8, (None, None), "weight_scale", quantizes_rows=True),
@@ -34,8 +38,6 @@ _MODELOPT = {  # by `quant_algo`
     "W4A16_NVFP4": _MODELOPT_NVFP4,
 }
 _MIXED = "MIXED_PRECISION"
-
-Settings = Mapping[str, object]
 
 
 def read_quantization(hf_config: Mapping[str, object], *, own: Collection[str] = ()) -> Quantization | None:
@@ -90,10 +92,10 @@ def _name_method(settings: object) -> str:
 
 def _read_fp8(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
     """Yields the rules of transformers' and DeepSeek's FP8."""
-    _require(settings, "fmt", "e4m3", _FP8, None)
-    _require(settings, "activation_scheme", "dynamic", "static", None)
+    require(settings, "fmt", "e4m3", _FP8, None)
+    require(settings, "activation_scheme", "dynamic", "static", None)
     yield _list_names(settings, "modules_to_not_convert", "ignored_layers"), None
-    block, rows = _read_block(settings, "weight_block_size"), settings.get("activation_scheme") is not None
+    block, rows = read_block(settings, "weight_block_size"), settings.get("activation_scheme") is not None
     form = MatrixFormat("plain", _FP8, block or (None, None), "weight_scale_inv", other_scale="weight_scale")
     yield EVERY_MODULE, dataclasses.replace(form, quantizes_rows=rows and block is None)
 
@@ -105,17 +107,17 @@ def _read_gptq(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | Non
 
 def _read_dynamic(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
     """Yields GPTQModel's rules for single modules, of which those that leave modules out are read."""
-    for pattern, rule in _as_mapping(settings, "dynamic").items():
+    for pattern, rule in as_mapping(settings, "dynamic").items():
         if not pattern.startswith("-:"):
-            raise _refuse("dynamic", f"{shorten(pattern)}: {shorten(rule)}", "only rules that leave modules out (-:)")
-        yield Targets(patterns=(_check_pattern("dynamic", pattern[2:]),)), None
+            raise refuse("dynamic", f"{shorten(pattern)}: {shorten(rule)}", "only rules that leave modules out (-:)")
+        yield Targets(patterns=(check_pattern("dynamic", pattern[2:]),)), None
 
 
 def _read_words(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
     """Yields the rules of GPTQ's packing."""
-    bits, size = _read_bits(settings), _read_group_size(settings)
+    bits, size = _read_bits(settings), read_group_size(settings)
     ordered = bool(settings.get("desc_act")) and size is not None
-    _require(settings, "checkpoint_format", "gptq", "gptq_v2", None)
+    require(settings, "checkpoint_format", "gptq", "gptq_v2", None)
     offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
     yield _list_names(settings, "modules_to_not_convert"), None
     form = MatrixFormat("gptq", f"int{bits}", (1, size), "scales", ordered=ordered)
@@ -130,153 +132,63 @@ def _read_blocks_to_quantize(settings: Settings) -> Targets:
     if listed is None:
         return EVERY_MODULE
     if not isinstance(listed, list) or not all(isinstance(names, list) for names in listed):
-        raise _refuse("modules_in_block_to_quantize", listed, "a list of lists of names")
+        raise refuse("modules_in_block_to_quantize", listed, "a list of lists of names")
     return Targets(names=frozenset(str(name) for names in listed for name in names))
 
 
 def _read_awq(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
-    _require(settings, "version", "gemm", "GEMM", None)
-    _require(settings, "bits", 4)
+    require(settings, "version", "gemm", "GEMM", None)
+    require(settings, "bits", 4)
     yield _list_names(settings, "modules_to_not_convert"), None
-    block, symmetric = (1, _read_group_size(settings)), settings.get("sym", not settings.get("zero_point", True))
+    block, symmetric = (1, read_group_size(settings)), settings.get("sym", not settings.get("zero_point", True))
     yield EVERY_MODULE, MatrixFormat("awq", "int4", block, "scales", zeros=not symmetric)
 
 
 def _read_auto_round(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
     """Yields the rules of auto-round's files, which are packed as GPTQ's or as AWQ's."""
-    _require(settings, "data_type", "int", None)
+    require(settings, "data_type", "int", None)
     packing = settings.get("packing_format", "auto_round:auto_gptq")
-    for module, rule in _as_mapping(settings, "extra_config").items():
+    for module, rule in as_mapping(settings, "extra_config").items():
         if not isinstance(rule, Mapping) or rule.get("bits") not in (16, 32):
-            raise _refuse("extra_config", f"{module}: {shorten(rule)}", "only modules of 16 bits")
+            raise refuse("extra_config", f"{module}: {shorten(rule)}", "only modules of 16 bits")
         yield Targets(names=frozenset([module])), None
     if packing in ("auto_round:auto_awq", "auto_round:awq"):
         yield from _read_awq({**settings, "version": None})
     elif packing in ("auto_round:auto_gptq", "auto_round:gptq"):
         yield from _read_words({**settings, "desc_act": False})
     else:
-        raise _refuse("packing_format", packing, "auto_round:auto_gptq and auto_round:auto_awq")
+        raise refuse("packing_format", packing, "auto_round:auto_gptq and auto_round:auto_awq")
 
 
 def _read_modelopt(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
     """Yields the rules of ModelOpt's files, which may have different formats for named modules."""
     algorithm = settings.get("quant_algo")
     if algorithm != _MIXED and algorithm not in _MODELOPT:
-        raise _refuse("quant_algo", algorithm, f"{', '.join(_MODELOPT)} and {_MIXED}")
+        raise refuse("quant_algo", algorithm, f"{', '.join(_MODELOPT)} and {_MIXED}")
     for key in ("ignore", "exclude_modules"):
-        yield _match_wildcards(_as_names(settings, key)), None
+        yield _match_wildcards(as_names(settings, key)), None
     if algorithm != _MIXED:
         yield EVERY_MODULE, _MODELOPT[str(algorithm)]
         return
-    for module, chosen in _as_mapping(settings, "quantized_layers").items():
+    for module, chosen in as_mapping(settings, "quantized_layers").items():
         algorithm = chosen.get("quant_algo") if isinstance(chosen, Mapping) else chosen
         if algorithm not in _MODELOPT:
-            raise _refuse(f"quantized_layers.{module}", chosen, " and ".join(_MODELOPT))
+            raise refuse(f"quantized_layers.{module}", chosen, " and ".join(_MODELOPT))
         yield _match_wildcards([module]), _MODELOPT[str(algorithm)]
 
 
 def _read_mxfp4(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
     """Yields the rules of gpt-oss's files, whose experts alone are quantized."""
-    yield _match_wildcards(_as_names(settings, "modules_to_not_convert")), None
+    yield _match_wildcards(as_names(settings, "modules_to_not_convert")), None
     form = MatrixFormat("mxfp4 blocks", _FP4, (1, MX_BLOCK), scale_dtype=_POWERS)
     yield Targets(patterns=(r".*\.experts\.",)), form
-
-
-def _read_compressed(settings: Settings) -> Iterator[tuple[Targets, MatrixFormat | None]]:
-    """Yields the rules of compressed-tensors: what is ignored, then each group by its targets."""
-    for key in ("sparsity_config", "transform_config"):
-        chosen = _as_mapping(settings, key)
-        if chosen and chosen.get("format", "given") != "dense":
-            raise _refuse(key, chosen, "none")
-    yield _find_targets(_as_names(settings, "ignore")), None
-    groups = _as_mapping(settings, "config_groups")
-    if not groups:
-        raise _refuse("config_groups", settings.get("config_groups"), "at least one group")
-    for name, group in groups.items():
-        field = f"config_groups.{name}"
-        if not isinstance(group, Mapping):
-            raise _refuse(field, group, "an object")
-        stored = group.get("format") or settings.get("format")
-        form = _read_group_format(field, stored, _as_mapping(group, "weights"))
-        inputs = _as_mapping(group, "input_activations")
-        rows = form.block[1] is None and (inputs.get("type"), inputs.get("num_bits")) == _KINDS.get(form.dtype)
-        form = dataclasses.replace(form, quantizes_rows=rows and not form.zeros)
-        yield _find_targets(_as_names(group, "targets")), form
-
-
-def _read_group_format(field: str, stored: object, weights: Settings) -> MatrixFormat:
-    """Returns the format of one group of modules."""
-    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
-    dtypes = {named: dtype for dtype, named in _KINDS.items()}
-    if (kind, bits) not in dtypes:
-        raise _refuse(f"{field}.weights", f"{kind} of {shorten(bits)} bits", "int and float of 4 and 8 bits")
-    dtype, symmetric = dtypes[kind, bits], weights.get("symmetric", True) is not False
-    formats = {"pack-quantized": ("int4", "int8"), "int-quantized": ("int8",), "float-quantized": (_FP8,)}
-    formats |= {"naive-quantized": ("int8", _FP8)} | dict.fromkeys(_COMPRESSED_FP4, (_FP4,))
-    if dtype not in formats.get(str(stored), ()):
-        raise _refuse("format", stored, " and ".join(name for name, types in formats.items() if dtype in types))
-    if kind == "float" and not symmetric:
-        raise _refuse(f"{field}.weights.symmetric", False, "true, as floats have no zero points")
-    if dtype == _FP4:
-        form = _COMPRESSED_FP4[str(stored)]
-        _require(weights, "group_size", form.block[1])
-        return form
-    block = _read_strategy(f"{field}.weights", weights)
-    ordered = weights.get("actorder") in ("group", True) and block[1] is not None
-    if stored != "pack-quantized":
-        if ordered:
-            raise _refuse(f"{field}.weights.actorder", weights["actorder"], "none, or the format pack-quantized")
-        return MatrixFormat("plain", dtype, block, "weight_scale", zeros=not symmetric)
-    return MatrixFormat("compressed", dtype, (1, block[1]), "weight_scale", zeros=not symmetric, ordered=ordered)
-
-
-def _read_strategy(field: str, weights: Settings) -> tuple[int | None, int | None]:
-    """Returns the rows and the columns that share a scale."""
-    strategy = weights.get("strategy") or ("tensor" if weights.get("group_size") is None else "group")
-    if strategy == "block":
-        block = _read_block(weights, "block_structure")
-        if block is not None:
-            return block
-    known = {"tensor": (None, None), "channel": (1, None)}
-    if strategy == "group":
-        known["group"] = (1, _read_group_size(weights))
-    if strategy not in known:
-        raise _refuse(f"{field}.strategy", strategy, "tensor, channel, group and block")
-    return known[strategy]
-
-
-def _read_block(settings: Settings, key: str) -> tuple[int, int] | None:
-    block = settings.get(key)
-    if block is None:
-        return None
-    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
-        raise _refuse(key, block, "two positive numbers")
-    return block[0], block[1]
 
 
 def _read_bits(settings: Settings) -> int:
     bits = settings.get("bits", settings.get("w_bit"))
     if bits not in (4, 8) or isinstance(bits, bool):
-        raise _refuse("bits", bits, "4 and 8")
+        raise refuse("bits", bits, "4 and 8")
     return int(bits)
-
-
-def _read_group_size(settings: Settings) -> int | None:
-    """Returns the columns that share a scale; None for all of them."""
-    size = settings.get("group_size", settings.get("q_group_size", 128))
-    if size == -1:
-        return None
-    if type(size) is not int or size < 1:
-        raise _refuse("group_size", size, "-1 and positive numbers")
-    return size
-
-
-def _find_targets(names: Collection[str]) -> Targets:
-    """Returns the targets that names, patterns ("re:...") and the class of all projections ("Linear") mean."""
-    if "Linear" in names:
-        return EVERY_MODULE
-    patterns = tuple(_check_pattern("targets", name[3:]) for name in names if name.startswith("re:"))
-    return Targets(frozenset(name for name in names if not name.startswith("re:")), patterns)
 
 
 def _match_wildcards(names: Collection[str]) -> Targets:
@@ -285,45 +197,12 @@ def _match_wildcards(names: Collection[str]) -> Targets:
 
 
 def _list_names(settings: Settings, *keys: str) -> Targets:
-    return Targets(frozenset(name for key in keys for name in _as_names(settings, key)))
-
-
-def _as_names(settings: Settings, key: str) -> list[str]:
-    names = settings.get(key)
-    if names is None:
-        return []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _refuse(key, names, "a list of names")
-    return names
-
-
-def _as_mapping(settings: Settings, key: str) -> Mapping[str, object]:
-    value = settings.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise _refuse(key, value, "an object")
-    return value or {}
-
-
-def _check_pattern(key: str, pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise _refuse(key, pattern, "regular expressions") from error
-    return pattern
-
-
-def _require(settings: Settings, key: str, *known: object) -> None:
-    if settings.get(key) not in known:
-        raise _refuse(key, settings.get(key), " and ".join(str(value) for value in known if value is not None))
-
-
-def _refuse(key: str, value: object, known: str) -> ConfigError:
-    return ConfigError(f"{shorten(value)} is not read; {known} would be", field=f"{KEY}.{key}", value=value)
+    return Targets(frozenset(name for key in keys for name in as_names(settings, key)))
 
 
 _METHODS: Mapping[str, Callable[[Settings], Iterator[tuple[Targets, MatrixFormat | None]]]] = {
     "fp8": _read_fp8,
-    "compressed-tensors": _read_compressed,
+    "compressed-tensors": read_compressed,
     "gptq": _read_gptq,
     "awq": _read_awq,
     "auto-round": _read_auto_round,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallas_kernels import XLA_PRODUCTS, QuantizedProducts
 
@@ -47,6 +47,11 @@ class MatrixFormat:
         """The parameters that a matrix becomes."""
         return ("values", "scales") + ("zeros",) * self.zeros + ("order",) * self.ordered
 
+    @property
+    def other(self) -> MatrixFormat | None:
+        """The format of other files, whose scales have the other name; None if there are no such files."""
+        return None if self.other_scale is None else replace(self, scale=self.other_scale, other_scale=None)
+
     def count_groups(self, columns: int) -> int:
         """Returns the groups of a row, the last of which may be short."""
         return -(-columns // (self.block[1] or columns))
@@ -54,14 +59,20 @@ class MatrixFormat:
 
 @dataclass(frozen=True)
 class Targets:
-    """Modules: those that a name is, or is above or below of, and those that a pattern matches from the start."""
+    """Modules: those that a name is, or is above or below of, and those that a pattern matches from the start.
+
+    `exact`: a name is that of one module, and means none above or below it.
+    """
 
     names: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
+    exact: bool = False
 
     def match(self, module: str) -> bool:
         """Whether a module is meant."""
-        if self.names:
+        if self.exact and module in self.names:
+            return True
+        if self.names and not self.exact:
             parts = module.split(".")
             runs = (
                 ".".join(parts[first:last]) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1)
@@ -88,6 +99,11 @@ class Quantization:
     num_devices: int = 1
     widened: bool = False
     products: QuantizedProducts = XLA_PRODUCTS
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether any matrix may be quantized; if not, files have scales of keys and values only."""
+        return any(form is not None for _, form in self.rules)
 
     @property
     def wanted_row_dtypes(self) -> frozenset[str]:

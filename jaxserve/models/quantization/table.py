@@ -151,10 +151,9 @@ def _part_source(source: WeightSource, form: MatrixFormat, part: str, build: Cal
     """Returns the source of one part of all matrices, with the tensors that it takes."""
     needed = {"values": ("order",) * form.ordered, "scales": ("factor",) * bool(form.factor)}.get(part, ())
     made = _source_of(source, [(form, (part, *needed))] * len(source.names), build, shared=form.ordered)
-    if part != "scales" or form.other_scale is None:
+    if part != "scales" or form.other is None:
         return made
-    other = dataclasses.replace(form, scale=form.other_scale, other_scale=None)
-    return dataclasses.replace(made, otherwise=_part_source(source, other, part, build))
+    return dataclasses.replace(made, otherwise=_part_source(source, form.other, part, build))
 
 
 def _expand_source(source: WeightSource, formats: list[MatrixFormat | None]) -> WeightSource:
@@ -165,7 +164,8 @@ def _expand_source(source: WeightSource, formats: list[MatrixFormat | None]) -> 
         return source.build(*(matrix.map(StoredMatrix.expand) for matrix in matrices))
 
     expanded = _source_of(source, list(zip(formats, parts, strict=True)), build, shared=source.part)
-    return dataclasses.replace(expanded, otherwise=source)
+    others = [form if form is None or form.other is None else form.other for form in formats]
+    return dataclasses.replace(expanded, otherwise=source if others == formats else _expand_source(source, others))
 
 
 def _source_of(
