@@ -58,6 +58,7 @@ class ModelOptions:
         "format of the weights; dummy: random weights, made on the device",
         choices=("auto", "safetensors", "orbax", "dummy"),
     )
+    allow_nonfinite: bool = option(False, "use weights that hold NaN or infinity; scales in files still must be finite")
     quantization: str | None = option(
         None,
         "what weights of 16 or 32 bits become while they are read; default: they stay (docs/quantization.md). Of a "

@@ -10,7 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.option_flags import add_flag
 from jaxserve.options import list_options
 
-_OPTIONS = ("model", "revision", "dtype", "quantization", "quantization_config")
+_OPTIONS = ("model", "revision", "dtype", "quantization", "quantization_config", "allow_nonfinite")
 
 
 def add_convert_flags(command: argparse.ArgumentParser) -> None:

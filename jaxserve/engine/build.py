@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxserve.config import EngineConfig, allow_pinned_memory
 from jaxserve.engine.counts import AttentionStats
-from jaxserve.engine.draft_files import locate_drafter
+from jaxserve.engine.draft_files import DraftFiles, locate_drafter
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.generation_config import (
     GenerationDefaults,
@@ -42,6 +42,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    import jax
     from jax.sharding import Mesh
 
     from jaxserve.request import RequestOutput
@@ -117,7 +118,8 @@ class ReadyEngine:
         if isinstance(tree, str | Path):
             updates = open_update(tree, self.shapes, self.mesh)
         elif self.shapes.config.hosts.nnodes == 1:
-            updates = check_update(param_specs(describe_files(self.shapes.model)), tree)
+            allow = self.shapes.config.model.allow_nonfinite
+            updates = check_update(param_specs(describe_files(self.shapes.model)), tree, allow_nonfinite=allow)
         else:
             message = "must be the path of a checkpoint, which all hosts of the engine can read"
             raise ConfigError(message, field="tree")
@@ -234,27 +236,24 @@ def build_runner(
         num_pages: the pages of each KV group, in place of a memory plan.
         hosts: those that run this engine together, if there are several. Each calls this function.
     """
-    from jaxserve.features import make_shapes
     from jaxserve.features.drafter import Drafter
     from jaxserve.runtime.bundle.read import Bundle
-    from jaxserve.runtime.memory import GIB, device_memory_bytes
+    from jaxserve.runtime.memory import GIB
     from jaxserve.runtime.multihost.hosts import ONE_HOST
     from jaxserve.runtime.program_cache import enable_persistent_cache
     from jaxserve.runtime.quantization import describe_weights
     from jaxserve.runtime.self_test import confirm_kernels
-    from jaxserve.runtime.startup import estimate_use, require_room, start_runner
+    from jaxserve.runtime.startup import estimate_use, start_runner
     from jaxserve.sharding import make_mesh
 
     hosts = hosts or ONE_HOST
     allow_pinned_memory(config.cache.kv_offloading_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     device = mesh.local_devices[0]
-    model = resolve_model(config, files, device.device_kind)
-    drafter = locate_drafter(config, files, model)
+    shapes, drafter = _choose_shapes(config, files, device, processor)
+    if files.hub_id is not None and shapes.model.embedding.tied:  # it fits, but its files may have their own head
+        shapes, drafter = _choose_shapes(config, files, device, processor, download=True)
     bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), mesh)
-    shapes = make_shapes(config, model, device.platform, device.device_kind, None if drafter is None else drafter.model)
-    shapes = dataclasses.replace(shapes, processor=processor)
-    require_room(shapes, device_memory_bytes(device))
     enable_persistent_cache(config.compile.cache_dir)
     if bundle is None or not bundle.is_tested:
         shapes = confirm_kernels(shapes, mesh.local_devices[0])
@@ -293,6 +292,31 @@ def build_runner(
             bundle=bundle,
         )
     return BuiltRunner(shapes, mesh, plan, runner)
+
+
+def _choose_shapes(
+    config: EngineConfig,
+    files: ModelFiles,
+    device: jax.Device,
+    processor: LogitsProcessor | None,
+    *,
+    download: bool = False,
+) -> tuple[Shapes, DraftFiles | None]:
+    """Returns the shapes of the engine on a device, and its drafter if it has weights.
+
+    Raises:
+        CapacityError: the device has no room for it.
+    """
+    from jaxserve.features import make_shapes
+    from jaxserve.runtime.memory import device_memory_bytes
+    from jaxserve.runtime.startup import require_room
+
+    model = resolve_model(config, files, device.device_kind, download=download)
+    drafter = locate_drafter(config, files, model)
+    shapes = make_shapes(config, model, device.platform, device.device_kind, None if drafter is None else drafter.model)
+    shapes = dataclasses.replace(shapes, processor=processor)
+    require_room(shapes, device_memory_bytes(device))
+    return shapes, drafter
 
 
 def describe_model_files(files: ModelFiles, shapes: Shapes) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def quantize_checkpoint(
     with progress("Quantizing weights", unit="bytes") as report:
         written = write_checkpoint(
             folder,
-            _quantize_all(checkpoint, matrices, model.dtype, report),
+            _quantize_all(checkpoint, matrices, model.dtype, report, allow_nonfinite=options.allow_nonfinite),
             {**files.hf_config, "quantization_config": settings},
         )
     copy_companions(path, folder)
@@ -114,12 +114,20 @@ def _list_left_out(
 
 
 def _quantize_all(
-    checkpoint: SafetensorsCheckpoint, matrices: Mapping[str, MatrixFormat], dtype: str, report: Any
+    checkpoint: SafetensorsCheckpoint,
+    matrices: Mapping[str, MatrixFormat],
+    dtype: str,
+    report: Any,
+    *,
+    allow_nonfinite: bool,
 ) -> Iterator[tuple[str, np.ndarray]]:
     from jaxserve.models.quantization.compressed import pack_matrix
+    from jaxserve.weights.finite import require_finite
 
     done, total = 0, sum(checkpoint.count_bytes(name) for name in checkpoint.names)
     for name in sorted(checkpoint.names):
+        if not allow_nonfinite and name in matrices:
+            require_finite(checkpoint, [name])
         tensor, form = checkpoint.read(name), matrices.get(name)
         if form is None:
             yield name, tensor

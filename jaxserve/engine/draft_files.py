@@ -48,7 +48,14 @@ class DraftFiles:
             specs = stack_specs(drafter_param_specs(self.model), shapes.stack_mode)
             return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=seed)
         with progress("Loading the drafter", unit="bytes") as report:
-            params = load_drafter(self.model, self.path, mesh=mesh, rules=DEFAULT_RULES, progress=report)
+            params = load_drafter(
+                self.model,
+                self.path,
+                mesh=mesh,
+                rules=DEFAULT_RULES,
+                progress=report,
+                allow_nonfinite=shapes.config.model.allow_nonfinite,
+            )
         return stack_params(params, shapes.stack_mode)
 
 

@@ -110,16 +110,22 @@ def _choose_dtype(model: DecoderConfig, device_kind: str) -> str:
     return dtype
 
 
-def resolve_model(config: EngineConfig, files: ModelFiles, device_kind: str = "") -> DecoderConfig:
+def resolve_model(
+    config: EngineConfig, files: ModelFiles, device_kind: str = "", *, download: bool = False
+) -> DecoderConfig:
     """Returns the model's config in its final dtype, length and head layout.
 
     Args:
         device_kind: JAX's name of the device that will run it, which may want another dtype than the checkpoint's.
+        download: weights that are not here yet may be downloaded. Without it a model of the hub has the head that its
+            config says.
 
     Raises:
         ConfigError: names the option or the config.json key that cannot work.
+        WeightsError: files with a head beside the embedding are damaged, or the two have different shapes.
     """
     from jaxserve.models.decoder import fit_devices
+    from jaxserve.weights import untie_head
 
     model = read_model(config.model, files, device_kind)
     max_model_len = config.model.max_model_len
@@ -130,7 +136,11 @@ def resolve_model(config: EngineConfig, files: ModelFiles, device_kind: str = ""
     if parallel.enable_expert_parallel and not model.has_experts:
         message = f"{model.family} has no experts; leave it out"
         raise ConfigError(message, field="enable_expert_parallel", value=True)
-    return fit_devices(model, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel)
+    model = fit_devices(model, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel)
+    is_here = download or files.hub_id is None
+    if not model.embedding.tied or files.path is None or config.model.load_format == "dummy" or not is_here:
+        return model
+    return untie_head(model, files.find_weights())
 
 
 def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> DecoderConfig:
@@ -179,7 +189,8 @@ def load_params(
     stored, quantizer = describe_files(shapes.model), WeightQuantizer(shapes.model, mesh, DEFAULT_RULES)
     fill = partial(fill_params, stack_specs(specs, shapes.stack_mode), mesh=mesh, rules=DEFAULT_RULES)
     if (checkpoint_format(path) if load_format == "auto" else load_format) == "orbax":
-        restored = stream_params(path, param_specs(stored), mesh=mesh, rules=DEFAULT_RULES)
+        allow = config.model.allow_nonfinite
+        restored = stream_params(path, param_specs(stored), mesh=mesh, rules=DEFAULT_RULES, allow_nonfinite=allow)
         return fill(itertools.starmap(Piece, restored), quantizer)
     with progress("Loading weights", unit="bytes") as report:
         pieces = stream_pieces(
@@ -190,6 +201,7 @@ def load_params(
             mesh=mesh,
             rules=DEFAULT_RULES,
             progress=report,
+            allow_nonfinite=config.model.allow_nonfinite,
         )
         return fill(pieces, quantizer)
 
@@ -208,6 +220,7 @@ def open_update(path: str | Path, shapes: Shapes, mesh: Mesh) -> CheckpointUpdat
         ignored_weights(model),
         mesh,
         DEFAULT_RULES,
+        shapes.config.model.allow_nonfinite,
     )
     update.check()
     return update

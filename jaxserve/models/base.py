@@ -68,7 +68,8 @@ class WeightSource:
     returns the parameter in that dtype. Where it can, it reads nothing before its result is indexed, and then no more
     than that needs. `otherwise` is the form that other
     files have. `dtypes` are those that each tensor may be stored in, where they are not numbers of one floating type
-    each. `part`: other parameters are made of the same tensors.
+    each. `part`: other parameters are made of the same tensors. `copy` is a tensor in which files may have the first of
+    `names` once more.
     """
 
     names: tuple[str, ...]
@@ -77,6 +78,7 @@ class WeightSource:
     otherwise: WeightSource | None = None
     dtypes: tuple[tuple[str, ...], ...] | None = None
     part: bool = False
+    copy: str | None = None
 
     def choose(self, names: Set[str]) -> WeightSource:
         """Returns the form that a checkpoint with tensors of these names has: the first it has all of, else any of.

@@ -46,11 +46,15 @@ def trunk_params(config: DecoderConfig, trunk: Trunk) -> Table:
     """Returns `embed`, `final_norm` and, unless it is tied, `lm_head`."""
     shape = (config.vocab_size, config.hidden_size)
     spec = ParamSpec(shape, config.dtype, ("vocab" if config.embedding.shard_vocab else None, None), "normal")
-    table = {"embed.weight": Parameter(spec, _plain_source(f"{trunk.embed}.weight", shape))}
+    head = f"{trunk.head}.weight"
+    source = _plain_source(f"{trunk.embed}.weight", shape)
+    table = {
+        "embed.weight": Parameter(spec, dataclasses.replace(source, copy=head) if config.embedding.tied else source)
+    }
     if config.layer_input_size is not None:
         table |= _layer_input_params(config, trunk, config.layer_input_size)
     if not config.embedding.tied:
-        table["lm_head.weight"] = Parameter(spec, _plain_source(f"{trunk.head}.weight", shape))
+        table["lm_head.weight"] = Parameter(spec, _plain_source(head, shape))
     return table | _norm_params(config, "final_norm", trunk.final_norm)
 
 

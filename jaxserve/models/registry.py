@@ -202,7 +202,8 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
 
     These are rotary frequencies (old files), the parts of a multimodal model around its decoder, a stored copy of a
     tied head, and the scales of 8-bit keys and values if pages have more bits; those of values if these are latents.
-    Biases are among them where GPTQ's files may have some of zeros: loading tells them from others.
+    Biases are among them where GPTQ's files may have some of zeros: loading tells them from others, as it does a head
+    that is no copy (`WeightSource.copy`).
     """
     family = FAMILIES[config.family]
     own = (

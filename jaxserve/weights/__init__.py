@@ -1,6 +1,7 @@
 """Finds checkpoints, checks them, and streams their weights into sharded device arrays."""
 
 from jaxserve.weights.checkpoint import download_weights, resolve_checkpoint
+from jaxserve.weights.copies import untie_head
 from jaxserve.weights.dummy import make_dummy_params
 from jaxserve.weights.formats import checkpoint_format, refuse_foreign_folder
 from jaxserve.weights.json_files import read_generation_config, read_hf_config
@@ -29,4 +30,5 @@ __all__ = [
     "save_params",
     "stream_params",
     "stream_pieces",
+    "untie_head",
 ]

@@ -5,13 +5,13 @@ Everything wrong with the files of a drafter is an error about "speculative_conf
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -31,6 +31,7 @@ from jaxserve.models.drafters.tables import (
 )
 from jaxserve.sharding import AxisRules
 from jaxserve.weights.checkpoint import resolve_checkpoint
+from jaxserve.weights.copies import untie_head
 from jaxserve.weights.formats import refuse_foreign_folder
 from jaxserve.weights.json_files import parse_json_object, read_hf_config
 from jaxserve.weights.load import Progress, check_tensors, stream_pieces
@@ -67,6 +68,7 @@ def read_drafter(method: Method, path: Path, target: DecoderConfig, *, target_pa
             model = parse_mtp(raw, target)
         else:
             model = parse_draft_model(raw, target)
+            model = dataclasses.replace(model, config=untie_head(model.config, path))
             if target_path is not None:
                 check_tokenizers(path, target_path)
         match_groups(model, target)
@@ -75,25 +77,28 @@ def read_drafter(method: Method, path: Path, target: DecoderConfig, *, target_pa
 
 
 def load_drafter(
-    model: DrafterModel, path: Path, *, mesh: Mesh, rules: AxisRules, progress: Progress | None = None
+    model: DrafterModel,
+    path: Path,
+    *,
+    mesh: Mesh,
+    rules: AxisRules,
+    progress: Progress | None = None,
+    allow_nonfinite: bool = False,
 ) -> dict[str, Any]:
     """Returns the parameters of the drafter at `path` as the canonical tree of `drafter_param_specs`, over `mesh`.
 
     Raises WeightsError (field "speculative_config.model") for files that do not fit the model, for a tensor with NaN or
-    infinite values, and for a map of the vocabularies that is none.
+    infinite values unless `allow_nonfinite`, and for a map of the vocabularies that is none.
     """
     specs = drafter_param_specs(model)
-    table = list_drafter_params(model)
     values: dict[str, jax.Array] = {}
     with name_drafter(str(path)):
         _check_files(model, path)
         plain = {key: tree for key, tree in specs.items() if key != D2T}
         sources, ignored = drafter_weight_sources(model), ignored_drafter_weights(model)
         options: dict[str, Any] = {"mesh": mesh, "rules": rules, "progress": progress}
+        options |= {"allow_nonfinite": allow_nonfinite, "is_shared": model.method == "mtp"}
         for piece in stream_pieces(path, plain, sources, ignored, whole=True, **options):
-            if not bool(jnp.isfinite(piece.array).all()):
-                tensors = " or ".join(table[piece.name].source.names)
-                raise WeightsError("holds NaN or infinite values; the file is damaged", field=tensors)
             values[piece.name] = piece.array
         if model.maps_vocab:
             offsets = _read_offsets(open_checkpoint(path), model)

@@ -6,15 +6,19 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.errors import WeightsError
 from jaxserve.models.base import HostArray, ParamSpec, WeightSource
 from jaxserve.sharding import AxisRules
+from jaxserve.weights.copies import has_other_copy
+from jaxserve.weights.finite import has_nonfinite, require_finite
 from jaxserve.weights.paths import flatten_specs, unflatten
 from jaxserve.weights.pieces import HostPiece, Piece, count_pieces
 from jaxserve.weights.place import CastParameter, cast_host, place_host
@@ -34,6 +38,7 @@ def load_safetensors(
     mesh: Mesh,
     rules: AxisRules,
     progress: Progress | None = None,
+    allow_nonfinite: bool = False,
 ) -> Any:
     """Returns the parameters of the checkpoint at `path` as the canonical tree of `specs`, sharded over `mesh`.
 
@@ -44,11 +49,13 @@ def load_safetensors(
     addition there are buffers for one parameter at a time, at most twice its bytes; JAX's transfer may stage one more
     copy. On CPU the parameters themselves are in host memory too.
 
-    Raises WeightsError, before anything is on a device, when a file is missing or corrupt, or when the checkpoint does
-    not hold exactly the expected tensors in the expected shapes and loadable dtypes, or an ignored bias of a module
-    that is read is not zero; while loading, when float16 cannot represent a value.
+    Raises WeightsError, before anything is on a device, when a file is missing or corrupt, when the checkpoint does not
+    hold exactly the expected tensors in the expected shapes and loadable dtypes, when an ignored bias of a module that
+    is read is not zero, and when the copy of a tensor differs from it; while loading, when the dtype of the spec cannot
+    represent a value and, unless `allow_nonfinite`, for NaN and infinity.
     """
-    whole = stream_pieces(path, specs, sources, ignored, mesh=mesh, rules=rules, progress=progress, whole=True)
+    options = {"progress": progress, "allow_nonfinite": allow_nonfinite}
+    whole = stream_pieces(path, specs, sources, ignored, mesh=mesh, rules=rules, whole=True, **options)
     return unflatten(specs, {piece.name: piece.array for piece in whole})
 
 
@@ -62,6 +69,8 @@ def stream_pieces(
     rules: AxisRules,
     progress: Progress | None = None,
     whole: bool = False,
+    allow_nonfinite: bool = False,
+    is_shared: bool = False,
 ) -> Iterator[Piece]:
     """Yields each parameter of `load_safetensors`, ready on its devices; those of experts in pieces (`count_pieces`).
 
@@ -71,16 +80,13 @@ def stream_pieces(
 
     Args:
         whole: every parameter is one piece.
+        is_shared: the files hold another model, too, so tensors that are left out are no cause for a warning.
     """
     flat, _ = flatten_specs(specs)
     checkpoint = open_checkpoint(path)
     check_tensors(checkpoint, flat, sources, ignored)
     sources = {name: source.choose(checkpoint.names) for name, source in sources.items()}
-    used = {name for source in sources.values() for name in source.names}
-    left_out = sorted(checkpoint.names - used)
-    _require_empty_biases(checkpoint, used, left_out)
-    if left_out:
-        _log.info("%d tensors of the checkpoint are not needed: %s", len(left_out), list_names(left_out))
+    _check_left_out(checkpoint, sources, is_shared=is_shared)
     total, done = sum(spec.num_bytes for spec in flat.values()), 0
     if progress is not None:
         progress(done, total)
@@ -89,7 +95,8 @@ def stream_pieces(
         spec, source = flat[name], sources[name]
         if following is not None and not mesh.is_multi_process:  # a host of several needs parts of the tensors only
             _for_each(sources[following], checkpoint.prefetch)
-        value, sharding = _build_host(checkpoint, name, spec, source), rules.sharding(mesh, spec.axes)
+        check = None if allow_nonfinite else partial(_require_finite, checkpoint, source)
+        value, sharding = _build_host(checkpoint, name, spec, source, check), rules.sharding(mesh, spec.axes)
         axis, count = spec.piece_axis or 0, 1 if whole else count_pieces(spec, mesh=mesh, rules=rules)
         for index in range(count):
             array = place_host(value if count == 1 else HostPiece(value, axis, index, count), sharding)
@@ -135,10 +142,40 @@ def check_tensors(
         complaints.append(f"holds {len(unmapped)} tensors the model has no place for: {list_names(unmapped)}")
     if complaints:
         raise WeightsError("the checkpoint " + ", and ".join(complaints), field=str(checkpoint.path))
+    _require_equal_copies(checkpoint, specs, sources)
     for source in sources.values():
         dtypes = source.dtypes or (tuple(LOADABLE_DTYPES),) * len(source.names)
         for name, shape, loadable in zip(source.names, source.shapes, dtypes, strict=True):
             _check_tensor(checkpoint, name, shape, loadable, exact=source.dtypes is None)
+
+
+def _require_equal_copies(
+    checkpoint: SafetensorsCheckpoint, specs: Mapping[str, ParamSpec], sources: Mapping[str, WeightSource]
+) -> None:
+    """Raises WeightsError for a head that differs from the embedding that it is tied to (`untie_head`)."""
+    for parameter, source in sources.items():
+        if has_other_copy(checkpoint, source, specs[parameter].dtype):
+            message = f"differs from {source.names[0]}, to which the model's config ties it; it is used with "
+            raise WeightsError(f"{message}tie_word_embeddings: false in config.json", field=str(source.copy))
+
+
+def _check_left_out(checkpoint: SafetensorsCheckpoint, sources: Mapping[str, WeightSource], *, is_shared: bool) -> None:
+    """Logs the tensors that are not read: those that hold weights as a warning, unless files are shared.
+
+    Weights have at least two axes, which biases have among experts, and GPTQ's zero points, too.
+    """
+    used = {name for source in sources.values() for name in source.names}
+    left_out = sorted(checkpoint.names - used)
+    _require_empty_biases(checkpoint, used, left_out)
+    no_weights = {source.copy for source in sources.values()}
+    no_weights |= {name for name in left_out if name.endswith(("bias", "qzeros")) or len(checkpoint.shape(name)) < 2}
+    weights = [] if is_shared else [name for name in left_out if name not in no_weights]
+    others = sorted(set(left_out).difference(weights))
+    if weights:
+        text = "%d tensors of the checkpoint hold weights that the decoder does not use: %s"
+        _log.warning(text, len(weights), list_names(weights))
+    if others:
+        _log.info("%d tensors of the checkpoint are not needed: %s", len(others), list_names(others))
 
 
 def _require_empty_biases(checkpoint: SafetensorsCheckpoint, used: Collection[str], left_out: Collection[str]) -> None:
@@ -171,7 +208,21 @@ def _strip_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _build_host(checkpoint: SafetensorsCheckpoint, name: str, spec: ParamSpec, source: WeightSource) -> HostArray:
+def _require_finite(checkpoint: SafetensorsCheckpoint, source: WeightSource, value: np.ndarray) -> None:
+    """Raises WeightsError if a part of a parameter has NaN or infinity, naming the tensor that has it."""
+    if has_nonfinite(value):
+        require_finite(checkpoint, source.names)
+        tensors, dtype = " or ".join(source.names), value.dtype
+        raise WeightsError(f"holds values beyond the range of {dtype}; use dtype float32", field=tensors)
+
+
+def _build_host(
+    checkpoint: SafetensorsCheckpoint,
+    name: str,
+    spec: ParamSpec,
+    source: WeightSource,
+    check: Callable[[np.ndarray], None] | None,
+) -> HostArray:
     """Returns one parameter in the shape and dtype of its spec, whose files are read where it is indexed."""
     tensors = [checkpoint.read(tensor) for tensor in source.names]
     if source.dtypes is None and len({tensor.dtype for tensor in tensors}) > 1:  # `build` needs one dtype
@@ -182,7 +233,8 @@ def _build_host(checkpoint: SafetensorsCheckpoint, name: str, spec: ParamSpec, s
     value = source.build(*tensors)
     if value.shape != spec.shape:
         raise WeightsError(f"built as {value.shape}, the model needs {spec.shape}", field=name, value=value.shape)
-    return CastParameter(value, jnp.dtype(spec.dtype), source.names[0])
+    dtype, tensor = jnp.dtype(spec.dtype), source.names[0]
+    return CastParameter(value, dtype, tensor) if check is None else CastParameter(value, dtype, tensor, check)
 
 
 def _for_each(source: WeightSource, action: Callable[[str], None]) -> None:

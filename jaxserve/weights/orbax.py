@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxserve.errors import WeightsError
 from jaxserve.files import require_regular
 from jaxserve.sharding import AxisRules
+from jaxserve.weights.finite import is_finite_everywhere, nonfinite_error
 from jaxserve.weights.formats import PARAMS_FOLDER
 from jaxserve.weights.paths import flatten_specs, unflatten
 from jaxserve.weights.place import list_castable
@@ -47,17 +48,20 @@ def save_params(path: Path, params: Any, hf_config: Mapping[str, Any]) -> None:
         raise WeightsError(f"cannot be written: {error}", field=str(path)) from error
 
 
-def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> Any:
+def restore_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules, allow_nonfinite: bool = False) -> Any:
     """Returns the canonical tree of `specs` from the Orbax checkpoint in the directory `path`, sharded over `mesh`.
 
     The mesh may differ from that of saving; each device reads its own shards. Parameters are cast to the dtype of their
     spec on the way. Raises WeightsError when there is no checkpoint, when its parameters or shapes are not those of
-    `specs` (the message names them), or when its data is damaged.
+    `specs` (the message names them), when its data is damaged and, unless `allow_nonfinite`, for NaN and infinity.
     """
-    return unflatten(specs, dict(stream_params(path, specs, mesh=mesh, rules=rules)))
+    streamed = stream_params(path, specs, mesh=mesh, rules=rules, allow_nonfinite=allow_nonfinite)
+    return unflatten(specs, dict(streamed))
 
 
-def stream_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> Iterator[tuple[str, jax.Array]]:
+def stream_params(
+    path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules, allow_nonfinite: bool = False
+) -> Iterator[tuple[str, jax.Array]]:
     """Yields (dotted path, array) for each parameter of `restore_params`, which are restored layer by layer.
 
     For callers that build a tree other than the canonical one and must not hold the model twice. Raises what
@@ -85,6 +89,8 @@ def stream_params(path: Path, specs: Any, *, mesh: Mesh, rules: AxisRules) -> It
             restored = _restore(checkpointer, folder, specs, {name: targets[name] for name in names})
             while restored:
                 name, value = restored.popitem()
+                if not allow_nonfinite and not is_finite_everywhere(value):
+                    raise nonfinite_error(name, str(folder))
                 yield name, _repeat_groups(value, wider[name]) if name in wider else value
                 del value  # before more is restored
 

@@ -8,6 +8,7 @@ step, the engine's copy is deleted with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -40,7 +41,7 @@ def cast_host(value: np.ndarray, dtype: str | np.dtype, *, name: str) -> np.ndar
     with np.errstate(over="ignore"):  # overflow is detected below, for every source dtype
         cast = value.astype(target, order="K")
     # only float16 has a smaller range than the others
-    if target == np.float16 and not np.isfinite(cast).all():
+    if target == np.float16 and np.isfinite(value[~np.isfinite(cast)]).any():
         raise WeightsError(
             f"holds values beyond the range of float16 (stored as {value.dtype}); use dtype bfloat16 or float32",
             field=name,
@@ -50,11 +51,15 @@ def cast_host(value: np.ndarray, dtype: str | np.dtype, *, name: str) -> np.ndar
 
 @dataclass(frozen=True)
 class CastParameter:
-    """A parameter that is cast by `cast_host` where it is indexed; to fewer bits in small pieces."""
+    """A parameter that is cast by `cast_host` where it is indexed; to fewer bits in small pieces.
+
+    `check` is called with what was cast, and may raise. `name` is that of a tensor, for errors.
+    """
 
     value: HostArray
     dtype: np.dtype
-    name: str  # of a tensor, for errors
+    name: str
+    check: Callable[[np.ndarray], None] = lambda array: None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,6 +67,11 @@ class CastParameter:
         return self.value.shape
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        array = self._cast(index)
+        self.check(array)
+        return array
+
+    def _cast(self, index: tuple[slice, ...]) -> np.ndarray:
         if self.value.dtype.itemsize <= self.dtype.itemsize or not index:
             return cast_host(self.value[index], self.dtype, name=self.name)
         out = np.empty([len(range(size)[each]) for size, each in zip(self.shape, index, strict=True)], self.dtype)

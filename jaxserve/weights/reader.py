@@ -65,6 +65,10 @@ class SafetensorsCheckpoint:
         entry = self._locations[name].entry
         return entry.end - entry.start
 
+    def file(self, name: str) -> str:
+        """Returns the path of the file that has a tensor."""
+        return self._locations[name].file
+
     def dtype_name(self, name: str) -> str:
         """Returns the format's name of the stored dtype, such as "BF16"."""
         return self._locations[name].entry.dtype

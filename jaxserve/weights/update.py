@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxserve.errors import WeightsError, shorten
 from jaxserve.models.base import ParamSpec, WeightSource
 from jaxserve.sharding import AxisRules
+from jaxserve.weights.finite import has_nonfinite, has_nonfinite_shard, nonfinite_error, require_finite
 from jaxserve.weights.formats import checkpoint_format
 from jaxserve.weights.load import check_tensors, stream_pieces
 from jaxserve.weights.orbax import restore_params
@@ -33,23 +34,34 @@ class CheckpointUpdate:
     ignored: tuple[str, ...]
     mesh: Mesh
     rules: AxisRules
+    allow_nonfinite: bool = False
 
     def check(self) -> None:
-        """Raises WeightsError where `items` would for what the files lack, or have too much or in other shapes."""
-        if checkpoint_format(self.path) != "orbax":
-            check_tensors(open_checkpoint(self.path), flatten_specs(self.specs)[0], self.sources, self.ignored)
+        """Raises WeightsError where `items` would after it has yielded something.
+
+        That is for what files lack, or have too much or in other shapes, and for NaN and infinity, for which the first
+        host reads them once more. An Orbax checkpoint is restored before any of it is yielded.
+        """
+        if checkpoint_format(self.path) == "orbax":
+            return
+        checkpoint = open_checkpoint(self.path)
+        check_tensors(checkpoint, flatten_specs(self.specs)[0], self.sources, self.ignored)
+        if not self.allow_nonfinite and jax.process_index() == 0:
+            used = (name for source in self.sources.values() for name in source.choose(checkpoint.names).names)
+            require_finite(checkpoint, dict.fromkeys(used))
 
     def items(self) -> Iterator[tuple[str, jax.Array]]:
         """Yields (dotted path, array in its final sharding). An Orbax checkpoint is read as a whole before."""
         if checkpoint_format(self.path) == "orbax":
-            restored = restore_params(self.path, self.specs, mesh=self.mesh, rules=self.rules)
-            return iter(check_update(self.specs, restored).items())
+            options = {"mesh": self.mesh, "rules": self.rules, "allow_nonfinite": self.allow_nonfinite}
+            restored = restore_params(self.path, self.specs, **options)
+            return iter(check_update(self.specs, restored, allow_nonfinite=True).items())
         arguments = self.path, self.specs, self.sources, self.ignored
-        pieces = stream_pieces(*arguments, mesh=self.mesh, rules=self.rules, whole=True)
+        pieces = stream_pieces(*arguments, mesh=self.mesh, rules=self.rules, whole=True, allow_nonfinite=True)
         return ((piece.name, piece.array) for piece in pieces)
 
 
-def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Array]:
+def check_update(specs: Any, new_params: Any, *, allow_nonfinite: bool = False) -> dict[str, np.ndarray | jax.Array]:
     """Returns the arrays of `new_params`, unchanged, by dotted path in the order of `specs`.
 
     `new_params` is the canonical nested tree, a flat mapping of dotted paths ("layers.3.qkv.weight"), a mixture of the
@@ -58,7 +70,8 @@ def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Arra
     casts them to the dtype of the spec.
 
     Raises WeightsError naming the paths that are missing, unknown or given twice, or the first leaf that is not an
-    array, was deleted (donated), or has another shape or dtype.
+    array, was deleted (donated), has another shape or dtype or, unless `allow_nonfinite`, holds NaN or infinity. For
+    the last JAX arrays are copied to the host, one at a time.
     """
     flat, _ = flatten_specs(specs)
     leaves: dict[str, Any] = {}
@@ -73,6 +86,9 @@ def check_update(specs: Any, new_params: Any) -> dict[str, np.ndarray | jax.Arra
         raise WeightsError("the new weights " + ", and ".join(parts), field="new_params")
     for name, spec in flat.items():
         _check_leaf(name, leaves[name], spec)
+    for name, leaf in () if allow_nonfinite else leaves.items():
+        if has_nonfinite(leaf) if isinstance(leaf, np.ndarray) else has_nonfinite_shard(leaf):
+            raise nonfinite_error(name)
     return {name: leaves[name] for name in flat}
 
 

@@ -51,7 +51,7 @@ def test_every_number_arrives_once(name: str) -> None:
     np.testing.assert_array_equal(np.sort(stored), np.sort(loaded))
 
 
-def test_stored_copy_of_a_tied_head_is_ignored(tmp_path: Path) -> None:
+def test_stored_copy_of_a_tied_head_is_read_as_one(tmp_path: Path) -> None:
     shutil.copytree(GOLDENS / "llama_tied", tmp_path, dirs_exist_ok=True)
     checkpoint = open_checkpoint(tmp_path)
     tensors = {name: checkpoint.read(name) for name in checkpoint.names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 
 from jaxserve.errors import shorten
@@ -119,9 +120,10 @@ def _find_targets(settings: Settings, key: str) -> tuple[Targets, Targets, Targe
     """
     listed = as_names(settings, key)
     patterns = tuple(check_pattern(key, name[3:]) for name in listed if name.startswith("re:"))
-    names = frozenset(name for name in listed if not name.startswith("re:"))
+    names = sorted(name for name in listed if not name.startswith("re:"))
+    whole = rf"(?:{'|'.join(map(re.escape, names))})\Z"
     return (
-        Targets(names, exact=True),
+        Targets(patterns=(whole,) if names else ()),
         Targets(patterns=patterns),
         EVERY_MODULE if "Linear" in names else Targets(),
     )

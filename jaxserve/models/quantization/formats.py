@@ -59,20 +59,14 @@ class MatrixFormat:
 
 @dataclass(frozen=True)
 class Targets:
-    """Modules: those that a name is, or is above or below of, and those that a pattern matches from the start.
-
-    `exact`: a name is that of one module, and means none above or below it.
-    """
+    """Modules: those that a name is, or is above or below of, and those that a pattern matches from the start."""
 
     names: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
-    exact: bool = False
 
     def match(self, module: str) -> bool:
         """Whether a module is meant."""
-        if self.exact and module in self.names:
-            return True
-        if self.names and not self.exact:
+        if self.names:
             parts = module.split(".")
             runs = (
                 ".".join(parts[first:last]) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1)

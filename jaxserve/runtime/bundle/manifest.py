@@ -36,7 +36,7 @@ _MAX_MANIFEST = 16 * 2**20  # bytes
 _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 # Options that no program depends on: where weights come from, how programs are compiled, and who is planned when.
 _OTHER_OPTIONS = frozenset({
-    "model", "revision", "load_format", "seed", "skip_tokenizer_init", "compile", "compile_threads",
+    "model", "revision", "load_format", "seed", "skip_tokenizer_init", "compile", "compile_threads", "allow_nonfinite",
     "async_scheduling", "enable_prefix_caching", "long_prefill_token_threshold", "max_long_partial_prefills",
     "max_num_partial_prefills", "max_num_queued_reqs", "max_num_queued_tokens",
     "priority_itl_ms", "priority_scheduling_preemption_threshold", "scheduling_policy",
