@@ -13,7 +13,7 @@ from jaxserve.models.base import DecoderConfig, WeightSource
 from jaxserve.models.registry import describe_files, list_params
 from jaxserve.weights.formats import checkpoint_format, has_weights
 from jaxserve.weights.place import cast_host
-from jaxserve.weights.reader import SafetensorsCheckpoint, open_checkpoint
+from jaxserve.weights.reader import LOADABLE_DTYPES, SafetensorsCheckpoint, open_checkpoint
 
 _log = logging.getLogger(__name__)
 _CHUNK = 2**24  # numbers compared at once
@@ -36,7 +36,7 @@ def untie_head(model: DecoderConfig, path: Path) -> DecoderConfig:
 
 
 def has_other_copy(checkpoint: SafetensorsCheckpoint, source: WeightSource, dtype: str) -> bool:
-    """Whether files have a copy of a parameter that becomes other numbers in `dtype`.
+    """Whether files have a copy of a parameter that becomes other numbers in `dtype`, or is quantized.
 
     Raises WeightsError for a copy of another shape.
     """
@@ -47,6 +47,8 @@ def has_other_copy(checkpoint: SafetensorsCheckpoint, source: WeightSource, dtyp
         found = checkpoint.shape(name)
         message = f"has shape {found}, the config ties it to {own} of shape {source.shapes[0]}"
         raise WeightsError(message, field=name, value=found)
+    if not {checkpoint.dtype_name(name), checkpoint.dtype_name(own)} <= LOADABLE_DTYPES.keys():
+        return True
     rows = max(1, _CHUNK // source.shapes[0][1])
     tensors = {each: checkpoint.read(each) for each in (own, name)}
     for first in range(0, source.shapes[0][0], rows):

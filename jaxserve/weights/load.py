@@ -142,11 +142,11 @@ def check_tensors(
         complaints.append(f"holds {len(unmapped)} tensors the model has no place for: {list_names(unmapped)}")
     if complaints:
         raise WeightsError("the checkpoint " + ", and ".join(complaints), field=str(checkpoint.path))
-    _require_equal_copies(checkpoint, specs, sources)
     for source in sources.values():
         dtypes = source.dtypes or (tuple(LOADABLE_DTYPES),) * len(source.names)
         for name, shape, loadable in zip(source.names, source.shapes, dtypes, strict=True):
             _check_tensor(checkpoint, name, shape, loadable, exact=source.dtypes is None)
+    _require_equal_copies(checkpoint, specs, sources)
 
 
 def _require_equal_copies(

@@ -62,6 +62,17 @@ def test_files_have_what_an_engine_would_make(scheme: str, tmp_path: Path) -> No
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
+def test_a_matrix_that_is_no_numbers_is_not_quantized(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(locate_model(ModelOptions()).find_weights())
+    tensors = {name: np.array(checkpoint.read(name)) for name in checkpoint.names}
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name][1, 2] = np.inf
+    write_checkpoint(tmp_path / "bad", tensors.items(), read_hf_config(checkpoint.path))
+    with pytest.raises(WeightsError, match=r"infinite values in .*\.safetensors") as caught:
+        convert(str(tmp_path / "bad"), tmp_path / "out", quantization="fp8_per_channel")
+    assert caught.value.field == name
+
+
 @pytest.mark.parametrize(("scheme", "shape"), [("fp8_per_tensor", (1,)), ("fp8_per_block", (1, 2))])
 def test_scales_of_several_rows_are_each_modules_own(scheme: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     """An engine has q, k and v in one matrix, whose blocks may have rows of several."""

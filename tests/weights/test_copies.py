@@ -21,6 +21,7 @@ from jaxserve.weights import CheckpointUpdate, load_safetensors, read_hf_config,
 from jaxserve.weights.drafters import read_drafter
 from jaxserve.weights.reader import open_checkpoint
 from tests.golden_cases import load_case
+from tests.quantized_files import METHODS, write_file, write_quantized
 from tests.weights.checkpoints import one_device, write_single
 
 TIED = ("llama_tied", "gemma2", "gemma3_text", "gemma4_text", "cohere", "cohere2", "smollm3", "starcoder2")
@@ -88,6 +89,25 @@ def test_a_head_of_another_shape_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(WeightsError, match=r"has shape .* ties it to model\.embed_tokens\.weight") as caught:
             check()
         assert caught.value.field == HEAD
+
+
+def test_a_quantized_head_is_expanded(tmp_path: Path) -> None:
+    path, _ = write_quantized(load_case("llama_tied").path, tmp_path, METHODS["fp8 tensors, older name"])
+    checkpoint = open_checkpoint(path)
+    tensors = {name: np.array(checkpoint.read(name)) for name in checkpoint.names}
+    tensors[HEAD] = tensors[EMBED].astype(ml_dtypes.float8_e4m3fn)
+    tensors["lm_head.weight_scale"] = np.float32([2.0])
+    write_file(path / "model.safetensors", tensors)
+    model = untie_head(parse_config(read_hf_config(path)), path)
+    head = np.asarray(load(path, model)["lm_head"]["weight"])
+    np.testing.assert_array_equal(head, 2 * tensors[HEAD].astype(np.float32))
+
+
+def test_a_head_of_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
+    path = write_head("llama_tied", tmp_path, lambda embed: embed.astype(np.float64))
+    with pytest.raises(WeightsError, match="is stored as F64") as caught:
+        load(path, untie_head(parse_config(read_hf_config(path)), path))
+    assert caught.value.field == HEAD
 
 
 def test_new_weights_with_a_head_of_their_own_are_refused_before_any_is_written(tmp_path: Path) -> None:
