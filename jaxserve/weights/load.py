@@ -80,6 +80,7 @@ def stream_pieces(
 
     Args:
         whole: every parameter is one piece.
+        allow_nonfinite: NaN and infinity are taken as they are.
         is_shared: the files hold another model, too, so tensors that are left out are no cause for a warning.
     """
     flat, _ = flatten_specs(specs)
