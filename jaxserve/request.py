@@ -88,11 +88,17 @@ class Request:
     service_tier: ServiceTier = ServiceTier.DEFAULT
     tenant: Tenant = DEFAULT_TENANT
     wants_embedding: bool = False  # ends with its prompt and returns the last hidden state
+    wants_answer: bool = True  # False: ends with its prompt, whatever `params.max_tokens` says
     deadline: float | None = None  # monotonic seconds at which the request ends with what it has
 
     @property
     def rank(self) -> Rank:
         return self.service_tier, self.priority
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether the context must have room for a token of an answer. What is asked of a prompt needs none."""
+        return self.wants_answer and self.params.prompt_logprobs is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def _find_jump(sequence: Sequence | None, matcher: Matcher | None) -> list[int]:
     params = sequence.request.params
     if params.shapes_logits or params.logprobs is not None:
         return []  # the sampler must count these tokens, or the request wants their log-probabilities
-    tokens = matcher.forced_tokens()[: sequence.max_num_tokens - len(sequence.token_ids) - 1]
+    tokens = matcher.forced_tokens()[: max(0, sequence.max_num_tokens - len(sequence.token_ids) - 1)]
     stop = next((index for index, token in enumerate(tokens) if token in sequence.stop_ids), len(tokens))
     return tokens[:stop] if stop >= _SHORTEST_JUMP else []
 

@@ -62,9 +62,13 @@ class RequestFactory:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        wants_answer: bool = True,
         **schedule: Unpack[Schedule],
     ) -> Request:
         """Returns the request to continue a prompt. A prompt's own `cache_salt` takes precedence.
+
+        Args:
+            wants_answer: False: the request ends with its prompt, of which it may want log-probabilities.
 
         Raises:
             InvalidRequestError: names what is wrong with the prompt, the parameters or the schedule.
@@ -73,7 +77,7 @@ class RequestFactory:
             schedule["cache_salt"] = prompt["cache_salt"]
         fields = check_schedule(**schedule)
         text, token_ids = self._read(prompt)
-        return replace(self._make(text, token_ids, params, request_id), **fields)
+        return replace(self._make(text, token_ids, params, request_id, wants_answer), **fields)
 
     def make_chat(
         self,
@@ -143,10 +147,16 @@ class RequestFactory:
             truncate_prompt_tokens=truncate_prompt_tokens,
             output_kind=OutputKind.FINAL_ONLY,
         )
-        return replace(self.make(prompt, params, request_id=request_id, **schedule), wants_embedding=True)
+        request = self.make(prompt, params, request_id=request_id, wants_answer=False, **schedule)
+        return replace(request, wants_embedding=True)
 
     def _make(
-        self, text: str | None, token_ids: tuple[int, ...], params: SamplingParams, request_id: str | None
+        self,
+        text: str | None,
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+        request_id: str | None,
+        wants_answer: bool = True,
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be SamplingParams", field="sampling_params", value=params)
@@ -164,7 +174,9 @@ class RequestFactory:
         if params.extra_args is not None:
             params = replace(params, extra_args=self._order_arguments(params.extra_args))
         if params.truncate_prompt_tokens is not None:
-            token_ids, text = self._truncate(token_ids, params.truncate_prompt_tokens), None
+            most = self._max_model_len - 1 if wants_answer else self._max_model_len
+            count = params.truncate_prompt_tokens
+            token_ids, text = token_ids[-(most if count < 0 else count) :], None
         grammar = self._compile_grammar(params.structured_outputs)
         has_ids = params.allowed_token_ids is not None or params.suppress_tokens  # they take an automaton's place
         return Request(
@@ -177,6 +189,7 @@ class RequestFactory:
             bad_words=tuple(self._tokenize_bad_words(params.bad_words)),
             grammar=grammar,
             automaton=None if grammar is None or has_ids else grammar.automaton,
+            wants_answer=wants_answer,
         )
 
     def _compile_grammar(self, params: StructuredOutputsParams | None) -> Any:
@@ -210,10 +223,6 @@ class RequestFactory:
             message = f"must be {', '.join(names) or 'empty'}, got {shorten(list(arguments))}"
             raise InvalidRequestError(message, field="extra_args", value=arguments)
         return {name: arguments[name] for name in names}
-
-    def _truncate(self, token_ids: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Returns the last `count` tokens; -1: as many as leave room for one output token."""
-        return token_ids[-(self._max_model_len - 1 if count < 0 else count) :]
 
     def _tokenize_bad_words(self, words: Sequence[str | Sequence[int]]) -> Iterable[tuple[int, ...]]:
         """Yields each word's tokens without and with a space before it, as in vLLM; lists of ids unchanged."""

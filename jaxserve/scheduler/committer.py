@@ -19,6 +19,18 @@ from jaxserve.scheduler.waiting import WaitingQueue
 from jaxserve.scheduler.widths import WidthChooser
 
 
+# Parameters that can forbid tokens, the strictest first: the first that a request has is named if none is left.
+_CONSTRAINTS = (
+    "structured_outputs",
+    "allowed_token_ids",
+    "suppress_tokens",
+    "bad_words",
+    "logit_bias",
+    "min_tokens",
+    "extra_args",
+)
+
+
 @dataclass(slots=True)
 class Commit:
     """The result of a commit: the sequences that got tokens, the run of each, and the sequences that ended."""
@@ -129,6 +141,9 @@ class Committer:
 def _find_end(sequence: Sequence, run: Ids[int]) -> tuple[Ids[int], FinishReason | None, JaxServeError | None]:
     """Returns the part of a run that the sequence keeps, and its finish reason and error; None if it goes on."""
     room = sequence.max_num_tokens - len(sequence.token_ids)
+    if room == 0:  # only the prompt was wanted, or it fills the context
+        is_finite = run[0] != NON_FINITE
+        return (), *((FinishReason.LENGTH, None) if is_finite else (FinishReason.ERROR, _explain(sequence, NON_FINITE)))
     run = run[:room]
     for index, token_id in enumerate(run):
         if token_id not in sequence.stop_ids:
@@ -145,5 +160,7 @@ def _find_end(sequence: Sequence, run: Ids[int]) -> tuple[Ids[int], FinishReason
 def _explain(sequence: Sequence, sentinel: int) -> JaxServeError:
     name = sequence.request.request_id
     if sentinel == NO_TOKEN_LEFT:
-        return NoTokenLeftError(f"request {name}: its constraints together forbid every token", field="logit_bias")
+        given = [field for field in _CONSTRAINTS if getattr(sequence.request.params, field)]
+        message = f"request {name}: {' and '.join(given)} together forbid every token; loosen one"
+        return NoTokenLeftError(message, field=given[0] if given else "prompt")
     return NonFiniteLogitsError(f"request {name}: the model's logits are not finite")

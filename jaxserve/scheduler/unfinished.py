@@ -70,17 +70,18 @@ class UnfinishedRequests:
         num_prompt, max_model_len = len(request.prompt_token_ids), self._limits.max_model_len
         if num_prompt == 0:
             raise InvalidRequestError("is empty; give at least one token", field="prompt", value=request.prompt)
-        if num_prompt >= max_model_len:
+        if num_prompt + request.needs_room > max_model_len:
+            fits = f"at most {max_model_len - 1} leave room for an answer" if request.needs_room else "shorten it"
             message = (
                 f"This model's maximum context length is {max_model_len} tokens, and the prompt alone has "
-                f"{num_prompt}; at most {max_model_len - 1} leave room for an answer"
+                f"{num_prompt}; {fits}"
             )
             raise InvalidRequestError(message, field="prompt", value=num_prompt)
-        wanted, pages = request.params.max_tokens, self._pages
+        wanted, pages = request.params.max_tokens if request.wants_answer else 0, self._pages
         most = max_model_len if wanted is None else min(max_model_len, num_prompt + wanted)
         if (unfit := pages.first_unfit_group(most)) is not None:
             message = f"{most} tokens need {unfit[0]} KV pages, and the whole pool has {unfit[1]}"
-            raise CapacityError(message, field="prompt" if request.wants_embedding else "max_tokens", value=wanted)
+            raise CapacityError(message, field="max_tokens" if request.wants_answer else "prompt", value=wanted)
         count = request.params.n
         shares_alone = count > 1 and not pages.enable_prefix_caching
         salt = f"n of request {next(_shared_alone)}" if shares_alone else request.cache_salt

@@ -14,9 +14,7 @@ def require_text(text: object, field: str) -> str:
         InvalidRequestError: it has another type, or holds a lone surrogate.
     """
     if not isinstance(text, str):
-        raise InvalidRequestError(
-            f"must be a string, got {type(text).__name__} {shorten(text)}", field=field, value=text
-        )
+        raise InvalidRequestError(f"must be a string, got {shorten(text)}", field=field, value=text)
     if not text.isascii():
         try:
             text.encode()

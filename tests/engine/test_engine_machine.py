@@ -18,12 +18,15 @@ from jaxserve.errors import (
     DeviceStepError,
     InvalidRequestError,
     NonFiniteLogitsError,
+    NoTokenLeftError,
     QueueFullError,
 )
 from jaxserve.pages import PageGroup, PageManager
-from jaxserve.request import DEFAULT_TENANT, Request, RequestOutput, ServiceTier, Tenant
+from jaxserve.request import DEFAULT_TENANT, FinishReason, Request, RequestOutput, ServiceTier, Tenant
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
+from jaxserve.scheduler.committer import _explain
+from jaxserve.scheduler.sequence import NO_TOKEN_LEFT
 from jaxserve.scheduler_options import SchedulerOptions
 from tests.engine.helpers import greedy, make_engine, run
 from tests.engine.late_masks import LateMasks
@@ -182,6 +185,7 @@ class EngineMachine(RuleBasedStateMachine):
             tenant=tenant,
             deadline=None if patience is None else self.now + patience,
             wants_embedding=embeds,
+            wants_answer=not embeds,
         )
         displaced = self.ask_at_the_door(request) if asks else []
         if displaced is None:
@@ -497,6 +501,37 @@ def test_failed_step_ends_its_requests_and_spares_the_waiting() -> None:
     outputs = run(engine, [])
     assert isinstance(outputs["hit"].error, DeviceStepError)
     assert outputs["spared"].outputs[0].token_ids == continue_alone(range(50, 90), 5, [None], device.vocab_size)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_may_fill_the_context_where_no_answer_needs_room(overlap: bool) -> None:
+    engine, device = make_engine(overlap=overlap)
+    outputs = run(engine, [greedy("a", range(512), 5, wants_answer=False), greedy("b", range(9), 2)])
+    (ended,) = outputs["a"].outputs
+    assert (ended.token_ids, ended.finish_reason) == ([], "length")
+    assert outputs["b"].outputs[0].token_ids == continue_alone(range(9), 2, [None], device.vocab_size)
+    with pytest.raises(InvalidRequestError, match="has 513; shorten it"):
+        engine.add_request(greedy("c", range(513), 5, wants_answer=False))
+    with pytest.raises(InvalidRequestError, match="has 512; at most 511 leave room for an answer"):
+        engine.add_request(greedy("d", range(512), 5))
+
+
+def test_a_prompt_alone_still_reports_logits_that_are_not_finite() -> None:
+    engine, device = make_engine(rows=1)
+    device.poison_rows = {0}
+    outputs = run(engine, [greedy("a", range(512), 5, wants_answer=False)])
+    assert isinstance(outputs["a"].error, NonFiniteLogitsError)
+
+
+def test_a_request_left_without_a_token_is_told_its_own_field() -> None:
+    engine, _ = make_engine()
+    for given, field in (({"bad_words": ["a"]}, "bad_words"), ({"logit_bias": {5: 1}, "min_tokens": 1}, "logit_bias")):
+        params = SamplingParams(temperature=0, max_tokens=2, **given)
+        (sequence,) = engine.scheduler.add(Request("a", (1, 2), params))
+        error = _explain(sequence, NO_TOKEN_LEFT)
+        assert isinstance(error, NoTokenLeftError) and error.field == field
+        assert all(name in str(error) for name in given)
+        engine.scheduler.finish("a", FinishReason.ABORT)
 
 
 def test_refusals_name_the_field() -> None:

@@ -15,7 +15,7 @@ from jaxserve.request import Request as EngineRequest
 from jaxserve.request import RequestOutput, TokenLogprobs
 from jaxserve.server.answers import AnswerReader, respond
 from jaxserve.server.body import prepare, read_body
-from jaxserve.server.events import AnswerEnded, Update, join_texts
+from jaxserve.server.events import Update, join_texts
 from jaxserve.server.generation import Account, name_requests
 from jaxserve.server.logprobs import CompletionTokens, to_prompt_logprobs
 from jaxserve.server.openapi import document
@@ -61,8 +61,8 @@ def check_body(body: CompletionRequest, state: ServerState) -> None:
     """
     body.check_stream()
     check_count(body, state, count_prompts(body.prompt))
-    if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequestError("0 is only allowed with echo", field="max_tokens", value=0)
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise InvalidRequestError("0 is only allowed with echo or prompt_logprobs", field="max_tokens", value=0)
 
 
 def make_requests(body: CompletionRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
@@ -81,7 +81,8 @@ def make_requests(body: CompletionRequest, state: ServerState, options: dict[str
         for prompt in prompts:
             if "prompt" in prompt:
                 prompt["prompt_token_ids"] = encode(prompt["prompt"], add_special_tokens=False)
-    return [engine.requests.make(prompt, params, **options) for prompt in prompts]
+    wants_answer = body.max_tokens != 0
+    return [engine.requests.make(prompt, params, wants_answer=wants_answer, **options) for prompt in prompts]
 
 
 class CompletionWriter:
@@ -96,7 +97,6 @@ class CompletionWriter:
         self._tokenizer = tokenizer = state.engine.tokenizer
         self._skips_special = request.params.skip_special_tokens
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids
-        self._echoes_only = body.max_tokens == 0
         self._is_plain = not (
             body.wants_usage_so_far or self._num_logprobs is not None or body.echo or body.return_token_ids
         )
@@ -108,25 +108,22 @@ class CompletionWriter:
                 return []
             choice = f'{{"index":{update.choice},"text":{quote(text)},"logprobs":null,"finish_reason":null}}'
             return [f"{self._chunks.head}{choice}{self._chunks.tail}".encode()]
-        shown = self._render_usage(usage) if self._body.wants_usage_so_far else None
+        shown = usage.to_usage() if self._body.wants_usage_so_far else None
         return [self._chunks.write(self._render(update), shown)]
 
     def end(self, usage: Account, metrics: Mapping[str, Any]) -> Sequence[bytes]:
         """Returns the chunk with the usage, if it is shown."""
-        return self._chunks.end(self._render_usage(usage), metrics)
+        return self._chunks.end(usage.to_usage(), metrics)
 
     def fold(self, updates: Sequence[Update], usage: Account, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the whole answer."""
         choices = [self._render(update) for update in sorted(updates, key=lambda update: update.choice)]
-        return {**self._chunks.values, "choices": choices, "usage": self._render_usage(usage), **metrics}
+        return {**self._chunks.values, "choices": choices, "usage": usage.to_usage(), **metrics}
 
     def _render(self, update: Update) -> dict[str, Any]:
         """Returns the new part of one choice."""
         completion, output, ended = update.completion, update.output, update.ended
         text, token_ids, logprobs = join_texts(update.events), completion.token_ids, completion.logprobs
-        if self._echoes_only:
-            text, token_ids, logprobs = "", [], [] if logprobs is not None else None
-            ended = AnswerEnded("length", None) if ended is not None else None
         prompt = self._read_prompt(output) if update.begins and self._body.echo else None
         text = (prompt or "") + text
         found: dict[str, Any] = {"index": update.choice, "text": text, "logprobs": None}
@@ -170,6 +167,3 @@ class CompletionWriter:
     def _skips_in_prompt(self, output: RequestOutput) -> bool:
         """Whether the echoed prompt omits special tokens: as the answer does, and always if it was given as text."""
         return self._skips_special or output.prompt is not None
-
-    def _render_usage(self, usage: Account) -> dict[str, Any]:
-        return (replace(usage, completion_tokens=0) if self._echoes_only else usage).to_usage()
