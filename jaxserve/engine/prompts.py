@@ -147,6 +147,8 @@ class RequestFactory:
             truncate_prompt_tokens=truncate_prompt_tokens,
             output_kind=OutputKind.FINAL_ONLY,
         )
+        if _as_mapping(prompt).get("prompt") == "":
+            raise InvalidRequestError("is empty; give at least one character", field="prompt", value=prompt)
         request = self.make(prompt, params, request_id=request_id, wants_answer=False, **schedule)
         return replace(request, wants_embedding=True)
 
@@ -258,9 +260,11 @@ class RequestFactory:
         if self._tokenizer is None:
             message = "is text, and there is no tokenizer; give {'prompt_token_ids': [...]}"
             raise InvalidRequestError(message, field="prompt", value=text)
-        if not text:
-            raise InvalidRequestError("is empty; give at least one character", field="prompt", value=text)
-        return text, self._check_token_ids(self._tokenizer.encode(text))
+        token_ids = self._tokenizer.encode(text)
+        if not token_ids:
+            message = "is empty, and this model's tokenizer begins texts with no token; give at least one character"
+            raise InvalidRequestError(message, field="prompt", value=text)
+        return text, self._check_token_ids(token_ids)
 
     def _check_token_ids(self, token_ids: object) -> tuple[int, ...]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):

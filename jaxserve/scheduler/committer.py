@@ -18,7 +18,6 @@ from jaxserve.scheduler.unfinished import UnfinishedRequests
 from jaxserve.scheduler.waiting import WaitingQueue
 from jaxserve.scheduler.widths import WidthChooser
 
-
 # Parameters that can forbid tokens, the strictest first: the first that a request has is named if none is left.
 _CONSTRAINTS = (
     "structured_outputs",

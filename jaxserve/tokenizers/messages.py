@@ -74,6 +74,8 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
         raise InvalidRequestError(
             f"must be one of {', '.join(sorted(ROLES))}, got {shorten(role)}", field=f"{field}.role", value=role
         )
+    if role == "assistant" and isinstance(message.get("refusal"), str) and not message.get("content"):
+        message = {**message, "content": message["refusal"], "refusal": None}  # OpenAI's models say it instead
     known = _FIELDS
     if role in ("assistant", "tool", "function", "ipython"):
         known = _ASSISTANT_FIELDS if role == "assistant" else _TOOL_FIELDS
@@ -98,11 +100,12 @@ def _join_content(content: Any, field: str) -> str:
         return require_text(content, field)
     texts = []
     for at, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "refusal"):
             raise InvalidRequestError(
                 f"only parts of type 'text' are supported, got {shorten(part)}", field=f"{field}[{at}]", value=part
             )
-        texts.append(require_text(part.get("text"), f"{field}[{at}].text"))
+        texts.append(require_text(part.get(kind), f"{field}[{at}].{kind}"))
     return "\n".join(texts)
 
 

@@ -6,17 +6,26 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from jaxserve.server.protocol.fields import Effort, Labels, Objects, ResponseFormat, SamplingFields, Texts, Usage
+from jaxserve.server.protocol.fields import (
+    Effort,
+    Integer,
+    Labels,
+    Objects,
+    ResponseFormat,
+    SamplingFields,
+    Texts,
+    Usage,
+)
 
 
 class ChatCompletionRequest(SamplingFields):
     """A conversation to answer. Messages and tools are checked where they are read."""
 
     messages: Objects
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Integer | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     response_format: ResponseFormat | None = None
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -37,7 +46,7 @@ class ChatCompletionRequest(SamplingFields):
     prompt_cache_retention: str | None = None
     prompt_cache_key: str | None = None  # without effect: prefixes are shared anyway
     # vLLM's
-    best_of: int | None = None
+    best_of: Integer | None = None
     request_id: str | None = Field(None, min_length=1, max_length=256)  # the answer's id, after "chatcmpl-"
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -57,6 +66,11 @@ class ChatCompletionRequest(SamplingFields):
         "prompt_cache_options": "prefixes are kept as long as there is room",
         "prompt_cache_retention": "prefixes are kept as long as there is room",
         "echo": "the client already has the conversation",
+    }
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "verbosity": ("medium",),
+        "function_call": ("none", "auto"),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
     }
 
 

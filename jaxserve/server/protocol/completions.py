@@ -6,17 +6,17 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from jaxserve.server.protocol.fields import Prompts, ResponseFormat, SamplingFields, Usage
+from jaxserve.server.protocol.fields import Integer, Prompts, ResponseFormat, SamplingFields, Usage
 
 
 class CompletionRequest(SamplingFields):
     """Prompts to continue: one or many, as text or token ids."""
 
     prompt: Prompts
-    max_tokens: int | None = 16
+    max_tokens: Integer | None = 16
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: Integer | None = None
+    best_of: Integer | None = None
     request_id: str | None = Field(None, min_length=1, max_length=256)  # vLLM's: the answer's id, after "cmpl-"
     suffix: str | None = None
     response_format: ResponseFormat | None = None
@@ -24,6 +24,7 @@ class CompletionRequest(SamplingFields):
     refused: ClassVar[dict[str, str]] = {
         "suffix": "the served models do not infill",
     }
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
 
 
 class CompletionLogprobs(BaseModel):

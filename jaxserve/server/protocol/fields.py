@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import MAX_LOGIT_BIAS, OutputKind, SamplingParams
+from jaxserve.server.protocol.foreign import SAMPLING_FIELDS, ForeignFields, is_harmless
 from jaxserve.structured_params import StructuredOutputsParams
 
 
@@ -29,37 +30,25 @@ def _at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _to_integer(value: Any) -> Any:
+    """Returns 5 for 5.0: JSON has one kind of number, and some clients write every number with a point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _refuse_tier(value: Any) -> Any:
+    """Refuses OpenAI's tier of reserved capacity by the name of the nearest."""
+    if value == "scale":
+        message = "'scale' reserves capacity, and nothing is reserved here; the nearest tier is 'priority'"
+        raise InvalidRequestError(message, field="service_tier", value=value)
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_to_integer)]
 Texts = Annotated[list[str], _AtFirst()]
 Ids = Annotated[list[int], _AtFirst()]
 Objects = Annotated[list[dict[str, Any]], _AtFirst()]
 Prompts = str | Texts | Ids | Annotated[list[Ids], _AtFirst()]
 Labels = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], _at_most(16)]
-
-
-_IS_A_FORM = "send structured_outputs, an object with json, regex, choice or grammar"
-# Fields that clients and routers made for other servers send: the values that change nothing, and the error for others.
-_FOREIGN_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), _IS_A_FORM)),
-    **dict.fromkeys(("guided_decoding", "guided_json_object", "json_schema", "regex", "ebnf"), ((), _IS_A_FORM)),
-    "guided_decoding_backend": (("auto", "guidance"), "grammars always use llguidance"),
-    "guided_whitespace_pattern": ((), "send structured_outputs with json and whitespace_pattern"),
-    "use_beam_search": ((False,), "beam search is in the Python API only"),
-    "length_penalty": ((1.0,), "it belongs to beam search, which is in the Python API only"),
-    "early_stopping": ((False,), "it belongs to beam search, which is in the Python API only"),
-    "logits_processors": (([],), "the server's own logits_processor reads extra_args"),
-    "return_tokens_as_token_ids": ((False,), "send return_token_ids"),
-    "lora_path": ((), "adapters are not supported yet"),
-    "no_stop_trim": ((False,), "send include_stop_str_in_output"),
-    "return_hidden_states": ((False,), "use /v1/embeddings"),
-    "separate_reasoning": ((True,), "the server's --reasoning-parser separates reasoning"),
-    "stream_reasoning": ((True,), "reasoning is streamed as it comes"),
-}
-
-
-def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Whether a value changes nothing. Numbers are no booleans here, though Python's 0 is equal to False."""
-    same = (each for each in harmless if isinstance(each, bool) is isinstance(value, bool))
-    return value is None or value in same
 
 
 class Body(BaseModel):
@@ -69,8 +58,9 @@ class Body(BaseModel):
 
     # OpenAI's fields that would change the answer and are not supported, with what to use instead.
     refused: ClassVar[dict[str, str]] = {}
-    # Fields of other servers: values that are dropped, and the error for others.
-    foreign: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+    # Values of these fields that change nothing, beside null, false and [].
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    foreign: ClassVar[ForeignFields] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -82,7 +72,7 @@ class Body(BaseModel):
             if name not in cls.foreign:
                 raise PydanticCustomError("unknown_parameter", "unknown parameter", {"name": name})
             harmless, instead = cls.foreign[name]
-            if not _is_harmless(value[name], harmless):
+            if not is_harmless(value[name], harmless):
                 raise InvalidRequestError(f"is not supported; {instead}", field=name, value=value[name])
         return {name: value[name] for name in value if name in known} if unknown else value
 
@@ -97,7 +87,8 @@ class Body(BaseModel):
         """
         for name, instead in self.refused.items():
             value = getattr(self, name)
-            if not (value is None or value is False or value == []):
+            says_nothing = isinstance(value, Body) and not any(value.model_dump().values())
+            if not (says_nothing or value is False or value == [] or is_harmless(value, self.neutral.get(name, ()))):
                 raise InvalidRequestError(f"is not supported; {instead}", field=f"{inside}{name}", value=value)
 
 
@@ -165,11 +156,11 @@ class EngineFields(Body):
 
     model: str | None = None  # default: the served model
     user: str | None = Field(None, max_length=512)  # a label without effect: it counts within its API key
-    priority: int | None = None  # smaller runs first within a tier; None: 0, or the best allowed if that is worse
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    priority: Integer | None = None  # smaller runs first within a tier; None: 0, or the best allowed if that is worse
+    service_tier: Annotated[Literal["auto", "default", "flex", "priority"], BeforeValidator(_refuse_tier)] | None = None
     timeout: float | None = Field(None, gt=0)  # seconds until the request is ended; not OpenAI's
     cache_salt: str | None = Field(None, max_length=256)  # requests with different salts share no cached prefixes
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Integer | None = None
 
 
 class SamplingFields(EngineFields):
@@ -178,16 +169,16 @@ class SamplingFields(EngineFields):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], _at_most(MAX_LOGIT_BIAS)] | None = None
-    n: int | None = None
-    seed: int | None = None
+    n: Integer | None = None
+    seed: Integer | None = None
     stop: str | Texts | None = None
     temperature: float | None = None
     top_p: float | None = None
     # vLLM's
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Integer | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Ids | None = None
     allowed_token_ids: Ids | None = None
@@ -195,18 +186,20 @@ class SamplingFields(EngineFields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Integer | None = None
     structured_outputs: StructuredOutputs | None = None
     extra_args: Annotated[dict[str, float], _at_most(64)] | None = None
     # Streaming and the answer's form
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    foreign: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = _FOREIGN_FIELDS
+    foreign: ClassVar[ForeignFields] = SAMPLING_FIELDS
 
     def list_params(self, **more: Any) -> dict[str, Any]:
         """Returns the sampling parameters that the body gives, and `more`, by their names in `SamplingParams`."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.top_p == 0:  # the likeliest token alone, as OpenAI's clients mean it
+            given |= {"top_p": 1.0, "temperature": 0.0}
         return {**given, "output_kind": OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY, **more}
 
     def check_stream(self) -> None:

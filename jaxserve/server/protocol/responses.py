@@ -7,7 +7,16 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.protocol.fields import Body, Effort, Labels, Objects, ResponseFormat, SamplingFields, Texts
+from jaxserve.server.protocol.fields import (
+    Body,
+    Effort,
+    Integer,
+    Labels,
+    Objects,
+    ResponseFormat,
+    SamplingFields,
+    Texts,
+)
 
 
 class TextFormat(Body):
@@ -37,6 +46,7 @@ class TextOptions(Body):
     format: TextFormat | None = None
     verbosity: str | None = None
     refused: ClassVar[dict[str, str]] = {"verbosity": "say it in a message"}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
 
 class ReasoningOptions(Body):
@@ -54,7 +64,7 @@ class ResponseRequest(SamplingFields):
 
     input: str | Objects
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: Labels | None = None  # without effect
@@ -70,8 +80,8 @@ class ResponseRequest(SamplingFields):
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = None
-    top_logprobs: int | None = None
+    max_tool_calls: Integer | None = None
+    top_logprobs: Integer | None = None
     access_programs: Any = None
     background_options: Any = None
     context_management: Any = None
@@ -101,6 +111,11 @@ class ResponseRequest(SamplingFields):
         "prompt_logprobs": "use /v1/completions",
         "stream_options": "usage is in the last event anyway",
         "return_token_ids": "use /v1/chat/completions",
+    }
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "n": (1,),
+        "top_logprobs": (0,),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
     }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from jaxserve.server.protocol.fields import Body, EngineFields, Ids, Objects, Prompts, Usage
+from jaxserve.server.protocol.fields import Body, EngineFields, Ids, Integer, Objects, Prompts, Usage
+from jaxserve.server.protocol.foreign import EMBEDDING_FIELDS, TOKENIZE_FIELDS, ForeignFields
 
 
 class TokenizeRequest(Body):
@@ -21,6 +22,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    foreign: ClassVar[ForeignFields] = TOKENIZE_FIELDS
 
 
 class TokenizeResponse(BaseModel):
@@ -46,7 +48,8 @@ class EmbeddingRequest(EngineFields):
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: Annotated[Integer, Field(ge=1)] | None = None
+    foreign: ClassVar[ForeignFields] = EMBEDDING_FIELDS
 
 
 class Embedding(BaseModel):

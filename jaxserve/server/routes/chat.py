@@ -57,7 +57,7 @@ def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
     """
     body.check_stream()
     check_count(body, state)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         message = "is only allowed when logprobs is true"
         raise InvalidRequestError(message, field="top_logprobs", value=body.top_logprobs)
     if body.stream and body.prompt_logprobs is not None:

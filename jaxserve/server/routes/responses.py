@@ -138,6 +138,8 @@ def _join_texts(parts: Any, name: str) -> str:
 
 
 def _read_part(part: Any, name: str) -> dict[str, Any]:
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": require_text(part.get("refusal"), f"{name}.refusal")}
     if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
         raise InvalidRequestError(f"only text is supported, got {shorten(part)}", field=name, value=part)
     return {"type": "text", "text": part.get("text")}

@@ -124,7 +124,7 @@ def read_tools(
         InvalidRequestError: names the malformed, unknown or missing part.
     """
     if not tools:
-        if tool_choice not in (None, "none"):
+        if tool_choice not in (None, "none", "auto"):  # the model decides among no tools
             message = f"{shorten(tool_choice)} needs tools, and there are none"
             raise InvalidRequestError(message, field="tool_choice", value=tool_choice)
         return None

@@ -12,7 +12,7 @@ from tests.server.refusals.refusal import CHAT, EMBED, GOOD, JSON, RESPOND, TEXT
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "timeout")
 INTEGERS = ("n", "seed", "top_k", "min_tokens", "priority", "prompt_logprobs", "truncate_prompt_tokens")
 NO_NUMBERS = (b"NaN", b"Infinity", b"-Infinity", b"1e400", b"-1e400")
-NO_INTEGERS = (b"1.5", b"1e3", b"9" * 40, b"-" + b"9" * 40)
+NO_INTEGERS = (b"1.5", b"1e-3", b"9" * 40, b"-" + b"9" * 40)
 LONGEST_NAME = 100  # characters of a parameter's name in an error
 
 MALFORMED = [

@@ -67,7 +67,7 @@ def test_reading() -> None:
 @pytest.mark.parametrize(
     ("tools", "choice", "field"),
     [
-        (None, "auto", "tool_choice"),
+        (None, "always", "tool_choice"),
         ([], "required", "tool_choice"),
         ([tool(f"f{n}") for n in range(129)], None, "tools"),
         ([{"type": "custom", "custom": {"name": "f"}}], None, "tools[0].type"),
