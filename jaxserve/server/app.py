@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from jaxserve import __version__
 from jaxserve.errors import JaxServeError
 from jaxserve.server.errors import ApiError, to_api_error
-from jaxserve.server.gate import AccessLog, AdminGuard, Guard
+from jaxserve.server.gate import AccessLog, AdminGuard, Guard, HeadRequests
 from jaxserve.server.keys import Keys
 from jaxserve.server.openapi import install_document
 from jaxserve.server.routes import admin, chat, completions, health, responses, tokens
@@ -44,7 +44,7 @@ def make_app(state: ServerState, keys: Keys | None = None) -> ASGIApp:
             allow_headers=access.allowed_headers,
             expose_headers=("x-request-id", "retry-after"),
         )
-    return AccessLog(app, state)
+    return AccessLog(HeadRequests(app), state)
 
 
 def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
@@ -70,7 +70,7 @@ def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
 
 def make_admin_app(state: ServerState) -> ASGIApp:
     """Returns the ASGI application of the admin port."""
-    return AdminGuard(make_admin_api(state))
+    return HeadRequests(AdminGuard(make_admin_api(state)))
 
 
 def make_admin_api(state: ServerState) -> FastAPI:
@@ -90,7 +90,10 @@ async def _answer_http_error(request: Request, error: Exception) -> JSONResponse
     assert isinstance(error, HTTPException)
     text = {404: "There is nothing at this path.", 405: "This path does not take this method."}
     message = text.get(error.status_code, "The request is not valid.")
-    return ApiError(error.status_code, message, headers=error.headers).to_response()
+    headers = dict(error.headers or {})
+    if headers.get("Allow") == "GET":
+        headers["Allow"] = "GET, HEAD"
+    return ApiError(error.status_code, message, headers=headers).to_response()
 
 
 _HANDLERS: Any = {

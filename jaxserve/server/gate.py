@@ -33,6 +33,24 @@ _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _GONE = 499  # logged when a client left before its answer was complete
 
 
+class HeadRequests:
+    """Answers HEAD as GET. The connection leaves the body out; the status and the head are those of GET."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        get_context(scope).wants_head = True
+        inner = {**scope, "method": "GET"}
+        try:
+            await self._app(inner, receive, send)
+        finally:
+            scope["route"] = inner.get("route")  # for the access log
+
+
 class AccessLog:
     """Gives every request an id, and logs and counts how it ended."""
 
@@ -119,6 +137,9 @@ class Guard:
 
     def _check(self, scope: Scope, path: str) -> None:
         headers, context = Headers(scope=scope), get_context(scope)
+        if scope.get("http_version") == "1.1" and len(headers.getlist("host")) != 1:
+            message = "An HTTP/1.1 request has one Host header."  # RFC 9112, 3.2: else proxies and server may disagree
+            raise ApiError(400, message, code="invalid_host", headers={"Connection": "close"})
         if self._hosts and _strip_port(headers.get("host", "")).lower() not in self._hosts:
             raise ApiError(403, "The Host header is not among the hosts that this server answers to (--allowed-hosts).")
         access = self._state.config.access

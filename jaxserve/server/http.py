@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import re
+import secrets
 import socket
+from functools import partial
+from http import HTTPStatus
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxserve.server.connections import ConnectionLimiter
 from jaxserve.server.errors import ApiError
 from jaxserve.server.request_context import get_context
 
+_log = logging.getLogger(__name__)
 _HEAD_END = b"\r\n\r\n"
 _UPGRADE = re.compile(rb"(?i)(?<=\n)u(?=pgrade:)")
 _UPGRADE_NAME = b"upgrade:"
@@ -93,6 +99,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._in_head = False
         self._stop_timer()
         self.app = self._serve_probe if self.limiter.begin(self) else self.config.loaded_app
+        if self.parser.get_http_version() == "1.0":
+            self.app = partial(_serve_unchunked, self.app)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -133,9 +141,25 @@ class LimitedHttp(HttpToolsProtocol):
     def _refuse_head(self) -> None:
         self._stop_timer()
         self._in_head = False
-        self.transport.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        message = f"The request's head is larger than {self.max_head_bytes} bytes (--max-header-bytes)."
+        self._refuse(ApiError(431, message, code="head_too_large"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, in place of uvicorn's plain text."""
+        self._refuse(ApiError(400, "The request is not valid HTTP.", code="invalid_http"))
+
+    def _refuse(self, refusal: ApiError) -> None:
+        """Sends an error and closes, where no request has begun."""
+        request_id, body = secrets.token_hex(8), json.dumps(refusal.body).encode()
+        lines = (
+            f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"x-request-id: {request_id}",
+            "connection: close",
         )
+        _log.debug("%s: %d %s", request_id, refusal.status, refusal.message)
+        self.transport.write("\r\n".join((*lines, "\r\n")).encode() + body)
         self.transport.close()
 
     def _time_out(self) -> None:
@@ -171,7 +195,7 @@ class LimitedHttp(HttpToolsProtocol):
         if is_probe(scope["path"].removeprefix(self.root_path)):
             await self.config.loaded_app(scope, receive, send)
             return
-        headers = {"Retry-After": "1", "Connection": "close"}
+        headers = {"Retry-After": "1", "Connection": "close", "X-Request-Id": secrets.token_hex(8)}
         message = "The server has reached its limit of connections; try again."
         refusal = ApiError(503, message, code="too_many_connections", headers=headers)
         await refusal.to_response()(scope, receive, send)
@@ -184,6 +208,24 @@ class LimitedHttp(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+async def _serve_unchunked(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Serves an HTTP/1.0 request, which knows no chunks: the end of the connection ends an answer without a length."""
+    cycle: Any = send.__self__  # type: ignore[attr-defined]  # uvicorn's, which has no option for this
+    has_length = True
+
+    async def send_plain(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:  # as if each piece were all that is left, and one byte more before the last
+            cycle.expected_content_length = len(message.get("body", b"")) + bool(message.get("more_body"))
+        await send(message)
+
+    await app(scope, receive, send_plain)
 
 
 def make_protocol(

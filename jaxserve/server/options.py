@@ -59,8 +59,9 @@ class AccessOptions:
     allow_no_key: bool = option(False, "listen on a public address without any key")
     allow_metrics_without_key: bool = option(False, "answer GET /metrics without a key, as endpoint pickers ask for it")
     allowed_origins: tuple[str, ...] = option((), "web origins that may call from a browser (CORS); default: none")
-    allowed_methods: tuple[str, ...] = option(("GET", "POST"), "methods that those origins may use")
-    allowed_headers: tuple[str, ...] = option(("Authorization", "Content-Type"), "headers that those origins may send")
+    allowed_methods: tuple[str, ...] = option(("GET", "HEAD", "POST"), "methods that those origins may use")
+    # OpenAI's JavaScript client sends a dozen headers of its own, and each release may add one.
+    allowed_headers: tuple[str, ...] = option(("*",), "headers that those origins may send; *: any")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class LimitOptions:
     request_timeout: float | None = option(None, "seconds until a request is ended, whatever timeout it asked for")
     body_timeout: float = option(60.0, "seconds for a request's head and for its body to arrive")
     slow_reader_timeout: float = option(60.0, "seconds that a client may leave a stream unread")
-    keep_alive_timeout: float = option(5.0, "seconds that an idle connection stays open")
+    keep_alive_timeout: float = option(
+        75.0, "seconds that an idle connection stays open; longer than the pools of clients and proxies keep one"
+    )
     template_timeout: float = option(30.0, "seconds for templates, tokenizing and grammars of one request")
 
     def __post_init__(self) -> None:

@@ -102,6 +102,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = get_context(scope)
+        if context.wants_head:
+            await self._pieces.aclose()
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body"})
+            return
         sending = asyncio.ensure_future(self._send_all(send, context.send or send))
         leaving = asyncio.ensure_future(_wait_for_leave(receive))
         watch = _StallWatch(sending, self._state.config.limits.slow_reader_timeout)
