@@ -69,7 +69,7 @@ def make_request(conversation: Conversation, state: ServerState, options: Mappin
         _require_auto(state)
     forced = tools.structured_outputs() if tools is not None else None
     if forced is not None and conversation.form is not None:
-        raise InvalidRequestError("conflicts with tool_choice; give only one", field="response_format", value=None)
+        raise InvalidRequestError("conflicts with tool_choice; give only one", field="structured_outputs", value=None)
     given = {**conversation.params, "structured_outputs": forced or conversation.form}
     tool_parser, reasoning_parser = _choose_parsers(conversation, state)
     if needs_special_tokens(reasoning_parser) or (needs_special_tokens(tool_parser) and forced is None):

@@ -18,6 +18,7 @@ from jaxserve.structured_params import StructuredOutputsParams
 
 _MOST_CHARACTERS = 16  # that a prompt may have per token of context; text has 3 to 5
 _MOST_CUT = 4  # times as many if the prompt is to be truncated
+_PLAIN_FORM = dict.fromkeys(("structured_outputs.json_object", "structured_outputs"), "response_format")
 
 
 @contextmanager
@@ -34,9 +35,21 @@ def name_fields(names: Mapping[str, str]) -> Iterator[None]:
         message = str(error).removeprefix(f"{error.field}: ")
         raise InvalidRequestError(message, field=field, value=error.value) from error
     except ApiError as refusal:
-        if refusal.param is not None:
-            refusal.param = _translate(refusal.param, names)
-        raise
+        raise rename_field(refusal, names) from refusal.__cause__
+
+
+def rename_field(refusal: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Returns the same refusal with the body's name of the engine's field."""
+    if refusal.param is not None:
+        refusal.param = _translate(refusal.param, names)
+    return refusal
+
+
+def name_form(body: Any) -> dict[str, str]:
+    """Returns the body's names of the engine's structured output, where it is given in OpenAI's field."""
+    if body.response_format is None or body.structured_outputs is not None:
+        return {}
+    return {"structured_outputs.json": "response_format.json_schema.schema", **_PLAIN_FORM}
 
 
 def _translate(field: str, names: Mapping[str, str]) -> str:

@@ -21,6 +21,8 @@ def shorten_message(message: str) -> str:
     """Returns llguidance's message as one line of at most 300 characters, without its state and traces."""
     if "NoExtensionBias" in message:
         return "no text can match it"
+    if "coerce_one_of" in message:  # llguidance's advice is an option that no caller can set
+        return "oneOf is only supported where no value can match two of its schemas; use anyOf"
     for mark in ("<state>", "<backtrace>", "<grammar>", "<non-verbose/>"):
         message = message.split(mark, 1)[0]
     reason = re.search(r"^error: (.*)$", message, re.MULTILINE)  # the regex parser's error follows the whole regex

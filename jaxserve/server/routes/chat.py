@@ -16,6 +16,7 @@ from jaxserve.request import Request as EngineRequest
 from jaxserve.server.answers import answer
 from jaxserve.server.body import read_body
 from jaxserve.server.conversation import Conversation
+from jaxserve.server.errors import ApiError
 from jaxserve.server.events import (
     AnswerEnded,
     ArgumentsDelta,
@@ -29,7 +30,7 @@ from jaxserve.server.events import (
 from jaxserve.server.generation import Account
 from jaxserve.server.logprobs import to_prompt_logprobs
 from jaxserve.server.openapi import document
-from jaxserve.server.prompts import check_count, check_length, name_fields, read_form
+from jaxserve.server.prompts import check_count, check_length, name_fields, name_form, read_form, rename_field
 from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import DONE, make_chunk_writer, render_error
@@ -73,11 +74,9 @@ def list_names(body: ChatCompletionRequest) -> dict[str, str]:
     names |= {"logprobs": "top_logprobs", "prompt": "messages"}
     if body.max_tokens is None:
         names["max_tokens"] = "max_completion_tokens"
-    if body.response_format is not None:
-        names["structured_outputs.json"] = "response_format.json_schema.schema"
-    elif body.structured_outputs is None:
-        names["structured_outputs.json"] = "tools"  # their schemas constrain a forced call
-    return names
+    if body.response_format is None and body.structured_outputs is None:
+        names |= dict.fromkeys(("structured_outputs.json", "structured_outputs"), "tools")  # they force the call's form
+    return names | name_form(body)
 
 
 def read_conversation(body: ChatCompletionRequest, state: ServerState) -> Conversation:
@@ -113,7 +112,7 @@ def _read_max_tokens(body: ChatCompletionRequest) -> int | None:
 class ChatWriter:
     """Writes an answer as a chat completion."""
 
-    done, render_error = DONE, staticmethod(render_error)
+    done = DONE
 
     def __init__(
         self,
@@ -128,6 +127,10 @@ class ChatWriter:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._chunks = make_chunk_writer(body, model, state, request, prefix="chatcmpl", kind=kind)
         self._is_plain = not (request.params.logprobs is not None or body.return_token_ids or body.wants_usage_so_far)
+
+    def render_error(self, error: ApiError) -> bytes:
+        """Returns the event that ends a failed stream."""
+        return render_error(rename_field(error, list_names(self._body)))
 
     def write(self, update: Update, usage: Account) -> list[bytes]:
         """Returns the chunks of an update."""

@@ -15,6 +15,7 @@ from jaxserve.request import Request as EngineRequest
 from jaxserve.request import RequestOutput, TokenLogprobs
 from jaxserve.server.answers import AnswerReader, respond
 from jaxserve.server.body import prepare, read_body
+from jaxserve.server.errors import ApiError
 from jaxserve.server.events import Update, join_texts
 from jaxserve.server.generation import Account, name_requests
 from jaxserve.server.logprobs import CompletionTokens, to_prompt_logprobs
@@ -26,7 +27,9 @@ from jaxserve.server.prompts import (
     list_prompts,
     make_params,
     name_fields,
+    name_form,
     read_form,
+    rename_field,
 )
 from jaxserve.server.protocol.completions import Completion, CompletionRequest
 from jaxserve.server.server_state import ServerState, get_state
@@ -42,15 +45,17 @@ async def create_completion(http: Request) -> Response:
     body = await read_body(http, CompletionRequest, state)
     model = state.check_model(body.model)
     check_body(body, state)
-    names = {"prompt_token_ids": "prompt"}
-    if body.response_format is not None:
-        names["structured_outputs.json"] = "response_format.json_schema.schema"
-    with name_fields(names):
+    with name_fields(list_names(body)):
         requests = await prepare(http, body, state, make_requests)
         requests = name_requests(requests, http)
         reader = AnswerReader(requests[0].params.n)
         writer = CompletionWriter(body, model, state, requests[0])
         return await respond(http, body, state, requests, reader, writer, operation="text_completion")
+
+
+def list_names(body: CompletionRequest) -> dict[str, str]:
+    """Returns the body's names of the engine's fields."""
+    return {"prompt_token_ids": "prompt"} | name_form(body)
 
 
 def check_body(body: CompletionRequest, state: ServerState) -> None:
@@ -88,7 +93,7 @@ def make_requests(body: CompletionRequest, state: ServerState, options: dict[str
 class CompletionWriter:
     """Writes an answer as a completion, whose choices are numbered across its prompts."""
 
-    done, render_error = DONE, staticmethod(render_error)
+    done = DONE
 
     def __init__(self, body: CompletionRequest, model: str, state: ServerState, request: EngineRequest) -> None:
         self._body, self._num_logprobs = body, request.params.logprobs
@@ -100,6 +105,10 @@ class CompletionWriter:
         self._is_plain = not (
             body.wants_usage_so_far or self._num_logprobs is not None or body.echo or body.return_token_ids
         )
+
+    def render_error(self, error: ApiError) -> bytes:
+        """Returns the event that ends a failed stream."""
+        return render_error(rename_field(error, list_names(self._body)))
 
     def write(self, update: Update, usage: Account) -> list[bytes]:
         """Returns the chunk of an update, if it has one."""

@@ -21,7 +21,7 @@ from jaxserve.server.errors import ApiError
 from jaxserve.server.events import AnswerEnded, ReasoningDelta, TextDelta, Update
 from jaxserve.server.generation import Account, echo_tier
 from jaxserve.server.openapi import document
-from jaxserve.server.prompts import check_length, name_fields
+from jaxserve.server.prompts import check_length, name_fields, rename_field
 from jaxserve.server.protocol.responses import ResponseAnswer, ResponseRequest
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import encode_event
@@ -94,7 +94,9 @@ def _list_names(body: ResponseRequest) -> dict[str, str]:
     else:
         sources = [at for at, item in enumerate(body.input) if item.get("type") != "reasoning"]
         names |= {f"messages[{len(names) + number}]": f"input[{at}]" for number, at in enumerate(sources)}
-    form = {} if body.structured_outputs is not None else {"structured_outputs.json": "text.format.schema"}
+    form = {}
+    if body.structured_outputs is None:
+        form = {"structured_outputs.json": "text.format.schema", "structured_outputs": "text.format"}
     form |= {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or ()}
     more = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
     return names | form | more
@@ -216,6 +218,7 @@ class ResponseWriter:
 
     def render_error(self, error: ApiError) -> bytes:
         """Returns the event that ends a failed stream."""
+        error = rename_field(error, _list_names(self._body))
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _add_text(self, kind: str, text: str) -> Iterator[bytes]:
