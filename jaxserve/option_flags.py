@@ -39,6 +39,8 @@ def add_flag(group: Any, option: Field[Any]) -> None:
         how = {"type": read_integers, "metavar": "INT,INT,..."}
     elif kind.startswith("tuple"):
         how = {"action": "append", "metavar": "TEXT"}
+        if option.metadata["takes_many"]:
+            how |= {"action": "extend", "nargs": "+"}
     elif option.metadata["read"] is not None:
         how = {"type": read_object, "metavar": "JSON"}
     else:

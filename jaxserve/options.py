@@ -32,12 +32,15 @@ def option(
     choices: tuple[Any, ...] = (),
     synonyms: Mapping[str, Any] = MappingProxyType({}),
     read: Callable[[Any], Any] | None = None,
+    takes_many: bool = False,
 ) -> Any:
     """Declares an option; `text` is its help, `synonyms` are other names of some of its values.
 
-    `read` makes the value of what a caller gives, a table (a dictionary), and raises ConfigError.
+    `read` makes the value of what a caller gives, a table (a dictionary), and raises ConfigError. With `takes_many`,
+    the flag of a list takes all words behind it.
     """
     metadata = {"help": text, "aliases": aliases, "choices": choices, "synonyms": synonyms, "read": read}
+    metadata["takes_many"] = takes_many
     return field(default=default, metadata=metadata)
 
 

@@ -145,6 +145,10 @@ def read_engine_options(args: argparse.Namespace) -> dict[str, Any]:
         if args.model is not None:
             raise ConfigError(f"given twice, also as {args.served!r}", field="model", value=args.model)
         args.model = args.served
+    names = getattr(args, "served_model_name", None) or ()
+    if len(names) > 1 and args.model is None and args.config is None:  # the last one may be meant as the model
+        message = f"takes every word behind it, so {names[-1]!r} became a name; give the model first, or by --model"
+        raise ConfigError(message, field="served_model_name", value=names)
     return read_flags(args, EngineConfig)
 
 

@@ -24,7 +24,10 @@ _OPEN_PATHS = frozenset(
     {"/", "/health", "/health/generate", "/health/live", "/health/ready", "/ping"}
 )  # open without a key
 _WORK_PATHS = frozenset(  # keep the engine busy, or the threads in front of it
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"}
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"),
+        *("/v1/responses/input_tokens", "/tokenize", "/detokenize"),
+    }
 )
 _METRICS = "/metrics"  # an option opens it
 _STATIC = "/playground/"  # holds no data; what it fetches needs the key

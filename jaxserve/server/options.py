@@ -105,7 +105,9 @@ class LimitOptions:
 class ServingOptions:
     """How the model is served."""
 
-    served_model_name: tuple[str, ...] = option((), "the model's name for clients; repeatable; default: its own")
+    served_model_name: tuple[str, ...] = option(
+        (), "the model's names for clients, one or several; answers carry the first; default: its own", takes_many=True
+    )
     chat_template: str | None = option(None, "file with a Jinja template that replaces the tokenizer's")
     allow_request_chat_template: bool = option(False, "render chat templates that requests bring")
     default_chat_template_kwargs: str | None = option(None, "default variables of the template, as a JSON object")

@@ -115,6 +115,30 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("some/model", "--served-model-name", "a", "b", "c"),
+        ("some/model", "--served-model-name", "a", "b", "--port", "1", "--served-model-name", "c"),
+        ("some/model", *(each for name in "abc" for each in ("--served-model-name", name))),
+        ("--served-model-name=a", "some/model", "--served-model-name", "b", "c"),
+        ("--served-model-name", "a", "b", "c", "--model", "some/model"),
+        ("--served-model-name", "a", "b", "c", "--", "some/model"),
+    ],
+)
+def test_a_served_model_takes_several_names(served: list[Any], flags: tuple[str, ...]) -> None:
+    assert main(["serve", *flags]) == 3
+    engine, server = served[0]
+    assert engine.model.model == "some/model" and server.serving.served_model_name == ("a", "b", "c")
+
+
+def test_a_model_behind_the_names_is_not_taken_for_one(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--served-model-name", "a", "some/model"]) == 2 and not served
+    shown = capsys.readouterr().err
+    assert "served_model_name: takes every word behind it, so 'some/model' became a name" in shown
+    assert main(["serve", "--served-model-name", "a"]) == 3 and served[0][1].serving.served_model_name == ("a",)
+
+
 def test_flags_and_their_aliases_reach_the_options(served: list[Any]) -> None:
     flags = [
         "-tp",

@@ -44,6 +44,24 @@ def test_an_answer_is_the_chats(client: openai.OpenAI) -> None:
     assert answer.store is False and answer.created_at > 1e9
 
 
+def test_the_tokens_of_an_input_are_counted_without_an_answer(client: openai.OpenAI) -> None:
+    told: dict[str, Any] = {"instructions": "Be brief."}
+    listed: dict[str, Any] = {"input": [{"role": "user", "content": [{"type": "input_text", "text": ASK}]}]}
+    for options in ({}, told, listed, told | listed):
+        counted = client.responses.input_tokens.count(**({"model": MODEL, "input": ASK} | options))
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == respond(client, max_output_tokens=1, **options).usage.input_tokens
+        stream = list(respond(client, max_output_tokens=1, stream=True, **options))
+        assert stream[-1].response.usage.input_tokens == counted.input_tokens
+    long = client.responses.input_tokens.count(model=MODEL, input="word " * 1100)
+    assert long.input_tokens > 1024, "an input beyond the context can be counted"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.input_tokens.count(model=MODEL, input=[{"role": "user", "content": [{"type": "x"}]}])  # type: ignore[list-item,typeddict-item]
+    assert caught.value.param == "input[0].content[0]"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(model="nope", input=ASK)
+
+
 def test_instructions_and_lists_are_conversations(client: openai.OpenAI) -> None:
     text = respond(client).output_text
     parts = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": ASK}]}]

@@ -34,7 +34,16 @@ ORIGIN = "https://page.example"
 OPEN = ("/", "/health", "/health/generate", "/health/live", "/health/ready", "/ping")
 GUARDED = (
     *("/v1/models", "/v1/models/demo", "/metrics", "/live", "/openapi.json", "/version", "/tokenize"),
-    *("/detokenize", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/nothing", "/v1"),
+    *(
+        "/v1/responses/input_tokens",
+        "/detokenize",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/nothing",
+        "/v1",
+    ),
 )
 # More than one page of tokens, so that a repetition finds some of them in the prefix cache.
 PROMPT = "The little dog walked to the garden and sat down under the tall tree. " * 6

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/v1/embeddings`, `/v1/models` and errors."""
+"""`/tokenize`, `/detokenize`, `/v1/responses/input_tokens`, `/v1/embeddings`, `/v1/models` and errors."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class InputTokens(BaseModel):
+    """How long the input of a response would be."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class DetokenizeRequest(Body):

@@ -42,7 +42,7 @@ async def create_response(http: Request) -> Response:
     body = await read_body(http, ResponseRequest, state)
     model = state.check_model(body.model)
     check_body(body)
-    with name_fields(_list_names(body)):
+    with name_fields(list_names(body)):
         return await answer(http, body, state, read_conversation, partial(ResponseWriter, body, model))
 
 
@@ -86,7 +86,7 @@ def read_conversation(body: ResponseRequest, state: ServerState) -> Conversation
     )
 
 
-def _list_names(body: ResponseRequest) -> dict[str, str]:
+def list_names(body: ResponseRequest) -> dict[str, str]:
     """Returns the body's names of the engine's fields, the most specific first."""
     names = {"messages[0].content": "instructions"} if body.instructions else {}
     if isinstance(body.input, str):
@@ -218,7 +218,7 @@ class ResponseWriter:
 
     def render_error(self, error: ApiError) -> bytes:
         """Returns the event that ends a failed stream."""
-        error = rename_field(error, _list_names(self._body))
+        error = rename_field(error, list_names(self._body))
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _add_text(self, kind: str, text: str) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""`/v1/models`, `/tokenize`, `/detokenize` and `/v1/embeddings`."""
+"""`/v1/models`, `/tokenize`, `/detokenize`, `/v1/responses/input_tokens` and `/v1/embeddings`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from jaxserve.server.errors import ApiError
 from jaxserve.server.generation import Generation, echo_tier, name_requests
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, list_prompts, name_fields
+from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
     EmbeddingList,
     EmbeddingRequest,
+    InputTokens,
     ModelCard,
     ModelList,
     TokenizeRequest,
     TokenizeResponse,
 )
+from jaxserve.server.routes import responses
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import run_while_connected
 from jaxserve.server.tools import read_tools
@@ -108,6 +111,26 @@ def _encode_conversation(body: TokenizeRequest, state: ServerState, tokenizer: T
         continue_final_message=bool(body.continue_final_message),
     )
     return encode_chat(tokenizer, conversation.messages, **list_template_options(conversation, state))[1]
+
+
+@router.post("/v1/responses/input_tokens", **document(ResponseRequest, InputTokens))
+async def count_input_tokens(http: Request) -> JSONResponse:
+    """The number of tokens that a response's input would have."""
+    state = get_state(http)
+    body = await read_body(http, ResponseRequest, state)
+    state.check_model(body.model)
+    responses.check_body(body)
+    with name_fields(responses.list_names(body)):
+        count = await state.preparation.run(_count_input, body, state)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+
+def _count_input(body: ResponseRequest, state: ServerState) -> int:
+    from jaxserve.tokenizers.chat import encode_chat
+
+    conversation = responses.read_conversation(body, state)
+    options = list_template_options(conversation, state)
+    return len(encode_chat(_require_tokenizer(state), conversation.messages, **options)[1])
 
 
 @router.post("/detokenize", **document(DetokenizeRequest, DetokenizeResponse))
