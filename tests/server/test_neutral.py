@@ -138,4 +138,4 @@ def test_refusals_in_a_conversation_are_read_as_text(http: httpx.Client) -> None
 def test_the_tier_scale_is_refused_with_the_nearest(http: httpx.Client, path: str) -> None:
     refused = ask(http, path, {**GOOD[path][1], "service_tier": "scale"})
     message = refused.json()["error"]["message"]
-    assert check_error(refused)["param"] == "service_tier" and "the nearest tier is 'priority'" in message
+    assert check_error(refused)["param"] == "service_tier" and "'priority', which is the nearest" in message

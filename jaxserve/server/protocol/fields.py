@@ -38,7 +38,7 @@ def _to_integer(value: Any) -> Any:
 def _refuse_tier(value: Any) -> Any:
     """Refuses OpenAI's tier of reserved capacity by the name of the nearest."""
     if value == "scale":
-        message = "'scale' reserves capacity, and nothing is reserved here; the nearest tier is 'priority'"
+        message = "'scale' is not sold here; send 'auto', 'default', 'flex' or 'priority', which is the nearest"
         raise InvalidRequestError(message, field="service_tier", value=value)
     return value
 
