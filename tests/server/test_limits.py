@@ -102,3 +102,15 @@ def test_as_many_tokens_as_fit_fill_the_context_where_no_answer_needs_room(http:
     for changes, count in (({"max_tokens": 0, "echo": True}, CONTEXT), ({"max_tokens": 1}, CONTEXT - 1)):
         answer = ask(http, TEXT, {"prompt": [5] * 1100, **long, **changes}).json()
         assert answer["usage"]["prompt_tokens"] == count
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_form_of_the_answer_changes_no_score_of_a_full_prompt(http: httpx.Client, n: int) -> None:
+    """The grammar forces tokens at once, and there is no room for one."""
+    body = {"prompt": FULL, "max_tokens": 5, "prompt_logprobs": 0, "n": n}
+    plain = ask(http, TEXT, body).json()["choices"]
+    form = {"choice": ["a long text that is forced"]}
+    forced = ask(http, TEXT, {**body, "structured_outputs": form}).json()["choices"]
+    for choice, other in zip(plain, forced, strict=True):
+        assert (other["text"], other["finish_reason"]) == ("", "length")
+        assert choice["prompt_logprobs"] == other["prompt_logprobs"]
