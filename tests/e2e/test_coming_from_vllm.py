@@ -12,6 +12,7 @@ import pytest
 import jaxserve
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.fields import StreamOptions
+from jaxserve.server.protocol.tokens import EmbeddingRequest
 from jaxserve.vllm_options import OTHER_NAMES, VLLM_OPTIONS, VllmOption
 from tests.doc_pages import DOCS, make_table, put_tables, run_blocks
 
@@ -44,7 +45,7 @@ def test_names_of_the_page_exist() -> None:
     for names in re.findall(r"from jaxserve import ([\w, ]+)", PAGE):
         assert all(getattr(jaxserve, name.strip()) for name in names.split(","))
     fields = re.findall(r"^\| (`.*?) \|", PAGE[PAGE.index("## Bodies") :], flags=re.M)
-    known = {*ChatCompletionRequest.model_fields, *ChatCompletionRequest.foreign}
+    known = {*ChatCompletionRequest.model_fields, *ChatCompletionRequest.foreign, *EmbeddingRequest.foreign}
     known |= {f"stream_options.{name}" for name in StreamOptions.model_fields}
     names = {name for row in fields for name in re.findall(r"`([\w.]+)", row)}
     assert len(names) > 8 and names <= known
