@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.model_options import ModelOptions
 from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.parallel_options import HostOptions, ParallelOptions, ReplicaOptions
-from jaxserve.quantization_config import CHOICES, SYNONYMS, QuantizationConfig, read_quantization_config
 from jaxserve.scheduler_options import MIN_CHUNK, SchedulerOptions
 from jaxserve.speculative_config import SpeculativeConfig, read_speculative_config
 from jaxserve.vllm_options import drop_harmless
 
-DEMO_MODEL = "demo"
 ATTENTION_IMPLS = (
     "auto",
     "xla",
@@ -37,60 +36,6 @@ ATTENTION_IMPLS = (
 )
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PINNED_DEFAULT, _PINNED_OTHERS = 64, 16  # GiB: XLA's own limit, and what other transfers may take
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """What to serve."""
-
-    model: str = option(DEMO_MODEL, "checkpoint directory, Hugging Face model id, preset name, or 'demo'")
-    tokenizer: str | None = option(None, "directory of the tokenizer, when it is not the model's")
-    skip_tokenizer_init: bool = option(False, "work on token ids only")
-    revision: str | None = option(None, "branch, tag or commit of a Hugging Face model id")
-    dtype: str = option(
-        "auto",
-        "dtype of weights and activations; auto: the checkpoint's, or float16 on GPUs that emulate its bfloat16",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        synonyms={"half": "float16", "float": "float32"},
-    )
-    load_format: str = option(
-        "auto",
-        "format of the weights; dummy: random weights, made on the device",
-        choices=("auto", "safetensors", "orbax", "dummy"),
-    )
-    allow_nonfinite: bool = option(False, "use weights that hold NaN or infinity; scales in files still must be finite")
-    quantization: str | None = option(
-        None,
-        "what weights of 16 or 32 bits become while they are read; default: they stay (docs/quantization.md). Of a "
-        "quantized checkpoint: its method, which is known without it",
-        choices=CHOICES,
-        synonyms=SYNONYMS,
-    )
-    quantization_config: QuantizationConfig | None = option(  # noqa: RUF009 - declares a field, as everywhere
-        None,
-        "the same for projections and experts apart, and modules that are left out: "
-        '{"linear": {"weight": SCHEME, "activation": HOW}, "moe": {"weight": SCHEME}, "ignore": [NAME]}',
-        read=read_quantization_config,
-    )
-    max_model_len: int | None = option(
-        None, "tokens of a prompt and its answer together; default: what the model supports"
-    )
-    generation_config: str = option(
-        "auto",
-        "defaults of requests; auto: the model's generation_config.json; vllm: none; or a directory with another",
-    )
-    seed: int = option(0, "seed of dummy weights, and of the seeds drawn for requests without one")
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, max_model_len=2, seed=0)
-        if self.quantization == "online" and self.quantization_config is None:
-            raise ConfigError("needs quantization_config, which says how", field="quantization", value="online")
-
-    @property
-    def names_generation_config(self) -> bool:
-        """Whether `generation_config` is a directory."""
-        return self.generation_config not in ("auto", "vllm")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from jaxserve.config import DEMO_MODEL, EngineConfig
+from jaxserve.config import EngineConfig
+from jaxserve.model_options import DEMO_MODEL
 from jaxserve.option_flags import add_options
 
 

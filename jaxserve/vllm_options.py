@@ -77,7 +77,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "fully_sharded_loras": VllmOption((False,), _NO_LORA),
     "guided_decoding_backend": VllmOption(("auto", "guidance"), "grammars are llguidance's; leave it out"),
     "hf_config_path": VllmOption((), "put config.json beside the weights"),
-    "hf_overrides": VllmOption(({},), "edit config.json in a copy of the checkpoint"),
     "hf_token": VllmOption((False,), "set HF_TOKEN in the environment"),
     "kv_transfer_config": VllmOption((), "one engine computes both prompts and answers"),
     "limit_mm_per_prompt": VllmOption(({},), _NO_IMAGES),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from jaxserve.config import DEMO_MODEL
 from jaxserve.errors import ConfigError
+from jaxserve.model_options import DEMO_MODEL
 from jaxserve.presets import list_presets
 
 RULE = (

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.config import DEMO_MODEL, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.arguments import find_deadline, read_chat_options
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.generation_config import GenerationDefaults
@@ -23,6 +23,7 @@ from jaxserve.engine.view import EngineView
 from jaxserve.engine_args import EngineArgs
 from jaxserve.errors import ClusterError, EngineStoppedError
 from jaxserve.logits_processor import LogitsProcessor
+from jaxserve.model_options import DEMO_MODEL
 from jaxserve.request import PRIORITIES, Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import SchedulerLimits

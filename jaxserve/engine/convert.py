@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.config import ModelOptions
 from jaxserve.engine.model_files import ModelFiles
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ConfigError
+from jaxserve.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from jaxserve.models.base import DecoderConfig

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.config import DEMO_MODEL, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.model_files import ModelFiles
 from jaxserve.engine.progress import ShowProgress, hide_progress
+from jaxserve.model_options import DEMO_MODEL
 from jaxserve.presets import demo_head_dir
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import ModelOptions
 from jaxserve.errors import ConfigError, InvalidRequestError, shorten
+from jaxserve.model_options import ModelOptions
 from jaxserve.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)

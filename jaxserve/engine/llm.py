@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.config import DEMO_MODEL, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.arguments import find_deadline, list_prompts, make_requests, read_chat_options
 from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, decode_beams, search_beams
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
@@ -15,6 +15,7 @@ from jaxserve.engine.prompts import Message, Prompt
 from jaxserve.engine.stats import read_stats
 from jaxserve.engine_args import EngineArgs
 from jaxserve.logits_processor import LogitsProcessor
+from jaxserve.model_options import DEMO_MODEL
 from jaxserve.request import EmbeddingOutput, Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
 

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
+from jaxserve.config import EngineConfig
 from jaxserve.devices import load_jax
 from jaxserve.engine.generation_config import find_generation_config
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.model_options import DEMO_MODEL, ModelOptions
 from jaxserve.presets import demo_model_dir, load_preset
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
         DeviceError: the installation of JAX is broken.
     """
     load_jax()
+    from jaxserve.models.hf_config import override_config
     from jaxserve.models.registry import find_family
     from jaxserve.weights import read_hf_config, refuse_foreign_folder, resolve_checkpoint
 
@@ -72,6 +74,7 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
         if need_weights and options.load_format != "dummy":
             message = f"{options.model!r} is a preset and has no weights; add load_format='dummy', or give a checkpoint"
             raise ConfigError(message, field="load_format", value=options.load_format)
+        preset = override_config(preset, options.hf_overrides or {})
         return ModelFiles(None, preset, find_generation_config(options, None))
     if options.model == DEMO_MODEL:
         path, hub_id = demo_model_dir(), None
@@ -79,7 +82,7 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
         path = resolve_checkpoint(options.model, options.revision, need_weights=False)
         hub_id = None if Path(options.model).expanduser().is_dir() else options.model
     refuse_foreign_folder(path, need_weights=hub_id is None and options.load_format != "dummy")
-    hf_config = read_hf_config(path)
+    hf_config = override_config(read_hf_config(path), options.hf_overrides or {})
     find_family(hf_config)
     return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id)
 

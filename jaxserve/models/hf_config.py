@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 
 from jaxserve.errors import ConfigError, shorten
@@ -11,28 +12,23 @@ REQUIRED = object()  # the default of a key that files must have
 # fmt: off
 # Keys that never change what an inference pass computes, whatever their value.
 _HARMLESS = frozenset({
-    "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
-    "auto_map", "use_cache", "initializer_range", "attention_dropout", "hidden_dropout", "attn_pdrop",
+    "architectures", "model_type", "transformers_version", "name_or_path", "auto_map", "use_cache",
+    "initializer_range", "attention_dropout", "hidden_dropout", "attn_pdrop",
     "embd_pdrop", "resid_pdrop", "classifier_dropout", "pretraining_tp", "output_attentions",
     "output_hidden_states", "return_dict", "torchscript", "bos_token_id", "pad_token_id", "sep_token_id",
     "cls_token_id", "unk_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "tokenizer_class", "prefix", "task_specific_params", "problem_type", "id2label",
-    "label2id", "num_labels", "finetuning_task", "use_bfloat16", "tf_legacy_loss", "_attn_implementation",
-    "_attn_implementation_internal", "_attn_implementation_autoset", "attn_implementation",
-    "cache_implementation", "is_decoder", "gradient_checkpointing", "_sliding_window_pattern", "max_length",
+    "label2id", "num_labels", "finetuning_task", "use_bfloat16", "tf_legacy_loss", "attn_implementation",
+    "cache_implementation", "is_decoder", "gradient_checkpointing", "max_length",
     "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
     "output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens", "unsloth_version", "unsloth_fixed",
     "transformers.js_config",
-})
-
-# Keys that are harmless only while null, false, zero or empty.
-_HARMLESS_IF_OFF = frozenset({
-    "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "cross_attention_hidden_size",
-    "chunk_size_feed_forward", "pruned_heads", "rope_interleaved", "use_bidirectional_attention",
-    "quantization_config", "use_mrope",
+    # the tokenizer's words and limit, and what a model card says
+    "bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token",
+    "additional_special_tokens", "model_max_length", "base_model", "base_model_name_or_path", "license",
 })
 # fmt: on
 
@@ -45,7 +41,8 @@ class HFConfig:
     """A config.json, read through one family's known keys.
 
     Reading an unknown key is a KeyError, a bug of the family. An unknown key in the file is a ConfigError, so that
-    nothing a checkpoint asks for is silently dropped.
+    nothing a checkpoint asks for is silently dropped, unless it is off (null, false, zero or empty) or begins with an
+    underscore, as the notes of libraries do.
     """
 
     def __init__(self, raw: Mapping[str, object], keys: Mapping[str, object], ignored_keys: Iterable[str] = ()) -> None:
@@ -53,13 +50,8 @@ class HFConfig:
         self._keys = keys
         known = keys.keys() | _HARMLESS | set(ignored_keys)
         for key, value in raw.items():
-            if key in known or value is None or (not value and key in _HARMLESS_IF_OFF):
-                continue
-            raise ConfigError(
-                f"{shorten(value)} is not supported for this architecture, which knows {', '.join(sorted(keys))}",
-                field=key,
-                value=value,
-            )
+            if value and key not in known and not key.startswith("_"):
+                raise _unknown(key, value, keys)
 
     def get(self, key: str) -> object:
         """Returns the value in the file, else the family's default; ConfigError if a required key is missing."""
@@ -139,6 +131,37 @@ class HFConfig:
         value = self.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         return tuple(check_integer("eos_token_id", token_id, minimum=0) for token_id in ids)
+
+
+def override_config(raw: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    """Returns a config.json with other values of some keys, without the keys whose value is None.
+
+    Where only `text_config` has a key, it is changed there. Raises ConfigError for a key to drop that is not there.
+    """
+    found = raw.get("text_config")
+    text = found if isinstance(found, Mapping) else {}
+    for key, value in overrides.items():
+        if value is None and key not in raw and key not in text:
+            message = f"config.json has no {shorten(key)} to drop; its keys are {', '.join(sorted({*raw, *text}))}"
+            raise ConfigError(message, field="hf_overrides", value=key)
+    inner = {key: value for key, value in overrides.items() if key in text and key not in raw}
+    changed = dict(raw) | ({"text_config": _change(text, inner)} if inner else {})
+    return _change(changed, {key: value for key, value in overrides.items() if key not in inner})
+
+
+def _change(raw: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    dropped = {key for key, value in overrides.items() if value is None}
+    return {key: value for key, value in {**raw, **overrides}.items() if key not in dropped}
+
+
+def _unknown(key: str, value: object, keys: Iterable[str]) -> ConfigError:
+    """Returns the error for a key that is none of the family's `keys`."""
+    near = difflib.get_close_matches(key[:100], sorted(keys), n=1)
+    message = f"{shorten(value)} is not supported for this architecture"
+    message += f", whose nearest key is {near[0]}" if near else ""
+    message += f"; if the model computes the same without this key, drop it by hf_overrides={{{shorten(key)}: None}}"
+    message += " (of a drafter, from its config.json)"
+    return ConfigError(message, field=key, value=value)
 
 
 def check_integer(key: str, value: object, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:

@@ -7,8 +7,8 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from jaxserve.config import DEMO_MODEL
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.model_options import DEMO_MODEL
 from jaxserve.presets import list_presets
 from jaxserve.weights.formats import (
     ADAPTER_CONFIG,

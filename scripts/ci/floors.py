@@ -11,6 +11,7 @@ FLOORS = {
     "jaxserve.sampling_params": "F1.2",
     "jaxserve.options": "F1.1",
     "jaxserve.vllm_options": "F1.1",
+    "jaxserve.model_options": "F1.2",
     "jaxserve.parallel_options": "F1.2",
     "jaxserve.scheduler_options": "F1.2",
     "jaxserve.config": "F1.3",

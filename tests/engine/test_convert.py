@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from jaxserve.cli import main
-from jaxserve.config import DEMO_MODEL, EngineConfig, ModelOptions
+from jaxserve.config import EngineConfig
 from jaxserve.engine.convert import quantize_checkpoint
 from jaxserve.engine.model_files import load_params, locate_model, resolve_model
 from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.features import make_shapes
+from jaxserve.model_options import DEMO_MODEL, ModelOptions
 from jaxserve.models.registry import parse_config
 from jaxserve.quantization_config import SCHEMES
 from jaxserve.sharding import make_mesh

@@ -12,9 +12,10 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.cli import main
-from jaxserve.config import ModelOptions
+from jaxserve.config import EngineConfig
 from jaxserve.engine.model_files import locate_model
 from jaxserve.errors import ConfigError
+from jaxserve.model_options import ModelOptions
 from jaxserve.presets import load_preset
 
 LLAMA = load_preset("llama-30m") or {}
@@ -179,6 +180,20 @@ def test_the_same_from_the_plan_and_the_engine(name: str, tmp_path: Path, capsys
 def test_a_checkpoint_may_have_others_beside_it(files: Mapping[str, object], tmp_path: Path) -> None:
     files_found = locate_model(ModelOptions(model=write(tmp_path, files)))
     assert files_found.path == tmp_path and files_found.find_weights() == tmp_path
+
+
+def test_overrides_change_what_was_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"config.json": LLAMA | {"my_label": "v3"}, "model.safetensors": b""})
+    options = EngineConfig.from_options(model=folder, hf_overrides={"my_label": None, "rope_theta": 5e5}).model
+    assert locate_model(options).hf_config == LLAMA | {"rope_theta": 5e5}
+    preset = EngineConfig.from_options(model="llama-30m", load_format="dummy", hf_overrides={"rope_theta": 5e5}).model
+    assert locate_model(preset).hf_config == LLAMA | {"rope_theta": 5e5}
+
+
+@pytest.mark.parametrize("overrides", [lambda config: config, ["my_label"], "my_label", {3: None}])
+def test_overrides_are_a_table_of_keys(overrides: object) -> None:
+    with pytest.raises(ConfigError, match=r"^hf_overrides: must be a table of keys of config.json"):
+        EngineConfig.from_options(hf_overrides=overrides)
 
 
 def test_a_name_that_no_file_can_have_is_refused() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.norm import normalize
-from jaxserve.models.hf_config import HFConfig
+from jaxserve.models.hf_config import HFConfig, override_config
 from jaxserve.models.registry import FAMILIES, parse_config, weight_sources
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -104,10 +104,34 @@ def test_something_else_than_an_object_is_refused(config: object):
         {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
         {"max_sequence_length": 2048},
         {"partial_rotary_factor": 1.0},
+        # notes of libraries, words of the tokenizer, and switches of other families that are off
+        {"_model_name_or_path": "x/y", "_flash_attn_2_enabled": True, "_anything": {"a": 1}},
+        {"model_max_length": 4096, "pad_token": "<pad>", "base_model": "x/y", "additional_special_tokens": ["<a>"]},
+        {"use_sliding_window": False, "num_experts": 0, "label": "", "layer_types": [], "extra": {}, "cap": 0.0},
     ],
 )
 def test_harmless_keys_change_nothing(change: dict[str, object]):
     assert parse_config(LLAMA | change) == parse_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_sliding_window", True), ("my_label", "v3"), ("num_experts", 8), ("cap", float("nan"))]
+)
+def test_the_refusal_of_an_unknown_key_says_how_to_drop_it(key: str, value: object):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(LLAMA | {key: value})
+    assert f"drop it by hf_overrides={{{key!r}: None}}" in str(caught.value) and len(str(caught.value)) < 400
+    assert parse_config(override_config(LLAMA | {key: value}, {key: None})) == parse_config(LLAMA)
+
+
+def test_overrides_reach_the_decoder_of_a_larger_model():
+    outer = {"model_type": "gemma3", "text_config": {"experts": 2, "rope_theta": 1e4}, "eos_token_id": 1}
+    changed = override_config(outer, {"experts": None, "rope_theta": 1e6, "eos_token_id": 106, "bos_token_id": 2})
+    text = {"rope_theta": 1e6}
+    assert changed == {"model_type": "gemma3", "text_config": text, "eos_token_id": 106, "bos_token_id": 2}
+    assert outer["text_config"] == {"experts": 2, "rope_theta": 1e4}, "the file's own values stay"
+    with pytest.raises(ConfigError, match=r"^hf_overrides: config.json has no 'expert' to drop; .*experts"):
+        override_config(outer, {"expert": None})
 
 
 def test_keys_of_qwen3_coder_change_nothing():
