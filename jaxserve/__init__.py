@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.vllm_names import find_no_object, refuse_modules
+
 if TYPE_CHECKING:
     from jaxserve.engine.async_engine import AsyncLLM, AsyncLLMEngine
     from jaxserve.engine.beam import BeamSearchParams
@@ -67,12 +69,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "GuidedDecodingParams":
-        raise ImportError("GuidedDecodingParams is vLLM's old name of StructuredOutputsParams; import that one")
     if name not in _HOMES:
-        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+        raise find_no_object(__name__, name)
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
     return [*globals(), *_HOMES]
+
+
+refuse_modules()

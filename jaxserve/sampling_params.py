@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.vllm_names import find_no_object
 from jaxserve.vllm_options import SAMPLING_ADVICE
 
 MAX_STOP_STRINGS = 16  # evaluation harnesses send a task's strings plus the text of EOS: four are too few
@@ -274,3 +275,7 @@ def _normalise_extra_args(arguments: object) -> dict[str, float]:
             raise InvalidRequestError(f"must have names as keys, got {shorten(name)}", field="extra_args", value=name)
         _require_number("extra_args", value, low=-3e38, high=3e38)
     return {name: float(value) for name, value in arguments.items()}
+
+
+def __getattr__(name: str) -> Any:
+    raise find_no_object(__name__, name)

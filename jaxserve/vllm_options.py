@@ -31,21 +31,21 @@ class VllmOption:
         return value is None or self.harmless is None or value in self.harmless
 
 
-_NO_LORA = "LoRA adapters are not supported yet; merge the adapter into its base model"
-_NO_IMAGES = "images and audio are not supported yet"
+NO_LORA = "LoRA adapters are not supported yet; merge the adapter into its base model"
+NO_IMAGES = "images and audio are not supported yet"
 _NO_OTHER_SPLIT = "an engine splits heads, ffn and vocabulary only; use tensor_parallel_size"
 _NO_EXECUTOR = "a host's devices are run by one process; nnodes is the number of hosts"
 _COMPILED = "use compile, which says when programs are compiled, and compilation_cache_dir"
 _DRAFTING = "give speculative_config={'method': ..., 'num_speculative_tokens': ...}"
-_NO_CODE = "a repository's code is never run; the supported models need none"
+NO_CODE = "a repository's code is never run; the supported models need none"
 
 VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "additional_config": VllmOption(({},), "there is no such dictionary; give options by their own names"),
-    "allowed_local_media_path": VllmOption(("",), _NO_IMAGES),
+    "allowed_local_media_path": VllmOption(("",), NO_IMAGES),
     "api_server_count": VllmOption((1,), "one process serves HTTP; start several servers and balance between them"),
     "attention_backend": VllmOption((), "use attention_impl, whose names are this engine's"),
     "calculate_kv_scales": VllmOption((False,), "an 8-bit KV cache uses the checkpoint's scales, or none"),
-    "code_revision": VllmOption((), _NO_CODE),
+    "code_revision": VllmOption((), NO_CODE),
     "compilation_config": VllmOption(({},), _COMPILED),
     "config_format": VllmOption(("auto", "hf"), "models are read in Hugging Face's format only"),
     "convert": VllmOption(("auto", "none", "embed"), "any model embeds and generates; use LLM.embed or /v1/embeddings"),
@@ -69,28 +69,28 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "enable_dbo": VllmOption((False,), "batches are not split into overlapping halves"),
     "enable_eplb": VllmOption((False,), "experts stay where they are; enable_expert_parallel spreads them evenly"),
     "enable_log_requests": VllmOption((False,), "texts of requests are never logged"),
-    "enable_lora": VllmOption((False,), _NO_LORA),
+    "enable_lora": VllmOption((False,), NO_LORA),
     "enable_prompt_embeds": VllmOption((False,), "prompts are text or token ids"),
     "enable_prompt_tokens_details": VllmOption((True,), "usage always reports cached tokens"),
     "enable_sleep_mode": VllmOption((False,), "an engine keeps its memory; end its process to free it"),
     "enforce_eager": VllmOption((False, True), ""),
-    "fully_sharded_loras": VllmOption((False,), _NO_LORA),
+    "fully_sharded_loras": VllmOption((False,), NO_LORA),
     "guided_decoding_backend": VllmOption(("auto", "guidance"), "grammars are llguidance's; leave it out"),
     "hf_config_path": VllmOption((), "put config.json beside the weights"),
     "hf_token": VllmOption((False,), "set HF_TOKEN in the environment"),
     "kv_transfer_config": VllmOption((), "one engine computes both prompts and answers"),
-    "limit_mm_per_prompt": VllmOption(({},), _NO_IMAGES),
+    "limit_mm_per_prompt": VllmOption(({},), NO_IMAGES),
     "logits_processors": VllmOption(([],), "use logits_processor, one function in the compiled sampler"),
     "logprobs_mode": VllmOption(
         ("raw_logprobs",), "log-probabilities are the model's own, before any parameter changes logits"
     ),
-    "lora_modules": VllmOption(([],), _NO_LORA),
-    "max_cpu_loras": VllmOption((), _NO_LORA),
-    "max_lora_rank": VllmOption((), _NO_LORA),
-    "max_loras": VllmOption((), _NO_LORA),
+    "lora_modules": VllmOption(([],), NO_LORA),
+    "max_cpu_loras": VllmOption((), NO_LORA),
+    "max_lora_rank": VllmOption((), NO_LORA),
+    "max_loras": VllmOption((), NO_LORA),
     "max_parallel_loading_workers": VllmOption(None, ""),
     "max_seq_len_to_capture": VllmOption(None, ""),
-    "mm_processor_kwargs": VllmOption(({},), _NO_IMAGES),
+    "mm_processor_kwargs": VllmOption(({},), NO_IMAGES),
     "model_impl": VllmOption(("auto",), "models are this engine's own code; see docs/models.md for the families"),
     "model_loader_extra_config": VllmOption(({},), "loading has no further options"),
     "num_speculative_tokens": VllmOption((), _DRAFTING),
@@ -109,7 +109,7 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "task": VllmOption(("auto", "generate", "embed", "embedding"), "models generate and embed; they do not classify"),
     "tokenizer_mode": VllmOption(("auto", "hf"), "tokenizers are read from tokenizer.json or tokenizer.model"),
     "tokenizer_revision": VllmOption((), "give a directory as tokenizer"),
-    "trust_remote_code": VllmOption((False,), _NO_CODE),
+    "trust_remote_code": VllmOption((False,), NO_CODE),
     "use_tqdm_on_load": VllmOption((True,), "use show_progress"),
     "use_v2_block_manager": VllmOption((True, False), ""),
     "worker_cls": VllmOption(("auto",), "there are no workers: the engine is one process"),

@@ -27,6 +27,7 @@ from jaxserve.model_options import DEMO_MODEL
 from jaxserve.request import PRIORITIES, Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler import SchedulerLimits
+from jaxserve.vllm_names import check_arguments, refuse_attribute
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -92,6 +93,9 @@ class AsyncLLM:
         self._thread = EngineThread(self._ready.engine, on_stop)
         self._thread.call(lambda engine: engine.runner.warm_thread()).result()
 
+    if not TYPE_CHECKING:  # a type checker is to miss what is missing
+        __getattr__ = refuse_attribute
+
     def compile_rest(self, progress: ShowProgress) -> None:
         """Compiles the programs that `only_largest` left out, on the caller's thread, while requests are served."""
         for change in self._ready.compile_rest(progress):
@@ -155,6 +159,7 @@ class AsyncLLM:
         service_tier: str = "default",
         cache_salt: str = "",
         timeout: float | None = None,
+        **foreign: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request's output after each step that added to it (see `OutputKind`).
 
@@ -166,6 +171,7 @@ class AsyncLLM:
             QueueFullError: the queue is full.
             EngineStoppedError: the engine has failed or was shut down.
         """
+        check_arguments("AsyncLLM.generate", foreign)
         options = {"request_id": request_id, "cache_salt": cache_salt, "deadline": find_deadline(timeout)}
         options |= {"priority": priority, "service_tier": service_tier}
         async with aclosing(self._run(self._ready.requests.make, prompt, sampling_params, options)) as run:
@@ -187,8 +193,10 @@ class AsyncLLM:
         service_tier: str = "default",
         cache_salt: str = "",
         timeout: float | None = None,
+        **foreign: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Like `generate`, for a conversation, through a chat template; the arguments are those of `LLM.chat`."""
+        check_arguments("AsyncLLM.chat", foreign)
         options = read_chat_options(
             tools=tools,
             chat_template=chat_template,

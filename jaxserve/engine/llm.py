@@ -18,6 +18,7 @@ from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.model_options import DEMO_MODEL
 from jaxserve.request import EmbeddingOutput, Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
+from jaxserve.vllm_names import check_arguments, refuse_attribute
 
 if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
@@ -60,6 +61,9 @@ class LLM:
     def from_engine_args(cls, engine_args: EngineArgs, *, show_progress: bool = True) -> LLM:
         """Returns an `LLM` with the options of an `EngineArgs`, as vLLM's scripts pass them."""
         return cls(**engine_args.options, show_progress=show_progress)
+
+    if not TYPE_CHECKING:  # a type checker is to miss what is missing
+        __getattr__ = refuse_attribute
 
     @property
     def ready(self) -> ReadyEngine:
@@ -112,6 +116,7 @@ class LLM:
         service_tier: str | Sequence[str] = "default",
         cache_salt: str = "",
         timeout: float | None = None,
+        **foreign: Any,
     ) -> list[RequestOutput]:
         """Runs all prompts to their end, batched, and returns one output per prompt, in order.
 
@@ -123,10 +128,12 @@ class LLM:
             service_tier: "priority", "default" ("auto") or "flex"; one for all prompts, or one for each.
             cache_salt: prompts with different salts share no cached prefixes.
             timeout: seconds; requests not finished by then end with finish_reason "timeout" and the tokens they have.
+            foreign: arguments of vLLM's method, such as `lora_request`, with values that change nothing here.
 
         Raises:
             InvalidRequestError, CapacityError: a prompt or a parameter cannot be served; nothing is generated.
         """
+        check_arguments("LLM.generate", foreign)
         many = list_prompts(prompts)
         options = {"cache_salt": cache_salt, "deadline": find_deadline(timeout)}
         each = {"priority": priority, "service_tier": service_tier}
@@ -148,6 +155,7 @@ class LLM:
         service_tier: str | Sequence[str] = "default",
         cache_salt: str = "",
         timeout: float | None = None,
+        **foreign: Any,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, through a chat template.
 
@@ -163,6 +171,7 @@ class LLM:
             InvalidRequestError, CapacityError: a conversation or an argument cannot be served.
             TokenizerError: there is no chat template, or it is broken.
         """
+        check_arguments("LLM.chat", foreign)
         one = not messages or isinstance(messages[0], Mapping)
         options = read_chat_options(
             tools=tools,
@@ -183,6 +192,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        **foreign: Any,
     ) -> list[EmbeddingOutput]:
         """Returns one embedding per prompt, in order.
 
@@ -198,20 +208,14 @@ class LLM:
             InvalidRequestError, CapacityError: a prompt cannot be served; nothing is computed.
             NonFiniteLogitsError, DeviceStepError: the model or the device failed on a prompt.
         """
+        check_arguments("LLM.embed", foreign)
         many = list_prompts(prompts)
         make = self._ready.requests.make_embedding
         requests = [make(prompt, truncate_prompt_tokens=truncate_prompt_tokens) for prompt in many]
-        found = []
-        for output in self._run(requests, use_tqdm=use_tqdm):
-            if output.error is not None:
-                raise output.error
-            assert output.embedding is not None  # it has ended without an error
-            name, text, ids = output.request_id, output.prompt, output.prompt_token_ids
-            found.append(EmbeddingOutput(name, text, ids, output.embedding, output.num_cached_tokens))
-        return found
+        return [_read_embedding(output) for output in self._run(requests, use_tqdm=use_tqdm)]
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True, **foreign: Any
     ) -> list[BeamSearchOutput]:
         """Returns, for each prompt, the `beam_width` likeliest continuations, best first.
 
@@ -219,6 +223,7 @@ class LLM:
             InvalidRequestError, CapacityError: a prompt cannot be served, or `max_logprobs` is below twice the width.
             NonFiniteLogitsError, DeviceStepError: the model or the device failed on a beam.
         """
+        check_arguments("LLM.beam_search", foreign)
         requests = self._ready.requests
         many = list_prompts(prompts)
         plain = SamplingParams(max_tokens=params.max_tokens, output_kind=OutputKind.FINAL_ONLY)
@@ -255,3 +260,12 @@ class LLM:
                 engine.reset()
             raise
         return [outputs[request.request_id] for request in requests]
+
+
+def _read_embedding(output: RequestOutput) -> EmbeddingOutput:
+    """Returns the embedding of a request that has ended; raises its error if it has one."""
+    if output.error is not None:
+        raise output.error
+    assert output.embedding is not None  # it has ended without an error
+    name, text, ids = output.request_id, output.prompt, output.prompt_token_ids
+    return EmbeddingOutput(name, text, ids, output.embedding, output.num_cached_tokens)

@@ -60,7 +60,7 @@ def test_chat() -> None:
         {"role": "assistant", "content": "Hello! How can I assist you today?"},
         {"role": "user", "content": "What is a KV cache?"},
     ]
-    (output,) = llm.chat(conversation, sampling_params, use_tqdm=False)
+    (output,) = llm.chat(conversation, sampling_params, use_tqdm=False, lora_request=None)
     assert output.prompt and conversation[-1]["content"] in output.prompt
     conversations = [conversation for _ in range(10)]
     assert len(llm.chat(conversations, sampling_params, use_tqdm=True)) == 10
