@@ -11,7 +11,7 @@ from jaxserve.cli import commands
 from jaxserve.cli.bench import add_bench
 from jaxserve.cli.build import add_build_flags, build
 from jaxserve.cli.convert import add_convert_flags, convert
-from jaxserve.cli.flags import Parser, add_command, add_command_options, add_sampling_flags
+from jaxserve.cli.flags import Parser, add_command, add_command_options, add_sampling_flags, narrow_compile
 from jaxserve.cli.prompts import RULE
 from jaxserve.cli.replay import replay
 from jaxserve.cli.simulate import add_simulate_flags, add_tune_flags, simulate, tune_buckets
@@ -22,6 +22,13 @@ from jaxserve.options import list_options
 
 __all__ = ["main"]
 
+_SERVE_EXAMPLES = """\
+  jaxserve serve demo
+      the model in the package, at http://127.0.0.1:8000/v1
+  jaxserve serve Qwen/Qwen3-0.6B --max-model-len 8192 --max-num-seqs 16
+      16 users at once, each with 8192 tokens of prompt and answer
+  jaxserve serve ./checkpoint --host 0.0.0.0 --api-key SECRET --tensor-parallel-size 2
+      for other machines, on two devices"""
 _TEMPLATE_HELP = "file with a Jinja template to use in place of the tokenizer's"
 
 
@@ -53,6 +60,9 @@ def _make_parser() -> argparse.ArgumentParser:
     group = parser.add_subparsers(title="commands", metavar="COMMAND")
     serve = add_command(group, "serve", commands.serve, "answer over HTTP as OpenAI's API does")
     add_command_options(serve, (EngineConfig, ServerConfig))
+    narrow_compile(serve)
+    serve.formatter_class = argparse.RawDescriptionHelpFormatter
+    serve.description = f"{serve.description}\n\nexamples:\n{_SERVE_EXAMPLES}"
     generate = _add_generate(group)
     chat = add_command(group, "chat", commands.chat, "talk to a model; answers stream as they are generated")
     chat.add_argument("--system", metavar="TEXT", help="the system message")
@@ -113,6 +123,7 @@ def _add_run_batch(group: Any, config: type) -> None:
         if option.name in commands.BATCH_OPTIONS:
             add_flag(serving, option)
     add_command_options(command, (EngineConfig,))
+    narrow_compile(command)
 
 
 def _add_replay(group: Any) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.cli.flags import read_engine_options, read_flags, read_sampling_params
+from jaxserve.cli.flags import read_engine_options, read_flags, read_given_sampling, read_sampling_params
 from jaxserve.cli.packages import SERVER_PACKAGES, require_packages
 from jaxserve.cli.prompts import split_words
 from jaxserve.config import EngineConfig
@@ -53,6 +53,7 @@ def generate(args: argparse.Namespace) -> int:
 
     if not args.words and sys.stdin.isatty():
         print("Type one prompt a line; Ctrl-D ends them.", file=sys.stderr)
+    read_given_sampling(args)  # a bad value shows before prompts are typed and a model is loaded
     args.served, prompts = split_words(args.words, args.model, sys.stdin)
     options = read_engine_options(args)
     template = _read_template(args)
@@ -79,6 +80,7 @@ def chat(args: argparse.Namespace) -> None:
     from jaxserve import AsyncLLM, OutputKind
     from jaxserve.cli.chat import Chat
 
+    read_given_sampling(args)  # a bad value shows before a model is loaded
     options = {"compile": "used"} | read_engine_options(args)  # a user waits for few programs instead of all
     template = _read_template(args)
     _require_tokenizer(options, needs_template=template is None)

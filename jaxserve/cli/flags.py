@@ -96,6 +96,13 @@ def add_command(
     return command
 
 
+def narrow_compile(command: argparse.ArgumentParser) -> None:
+    """Takes "used" from the choices of --compile, for commands that compile every program before they are ready."""
+    action = command._option_string_actions["--compile"]
+    action.choices = ("auto", "all")
+    action.help = "all: every program before requests are answered, none later (default: all)"
+
+
 def add_command_options(command: argparse.ArgumentParser, configs: Iterable[type]) -> None:
     """Adds --config and the flags of all options of `configs` to a command."""
     command.add_argument("--config", metavar="FILE", help="TOML file of options; flags win over it")
@@ -158,13 +165,20 @@ def _list_names(config: type, names: Iterable[str] | None = None) -> dict[str, s
     return {name: option.name for option in options for name in (option.name, *option.metadata["aliases"])}
 
 
+def read_given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the sampling parameters among the flags; InvalidRequestError names a bad value."""
+    names = (*_SAMPLING_FLAGS, "stop", "ignore_eos")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    SamplingParams(**given)
+    return given
+
+
 def read_sampling_params(args: argparse.Namespace, defaults: GenerationDefaults) -> SamplingParams:
     """Returns the model's defaults, changed by the flags; InvalidRequestError names a bad value.
 
     The longest answer is that of --max-tokens, else of the model, else of the command.
     """
-    names = (*_SAMPLING_FLAGS, "stop", "ignore_eos")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = read_given_sampling(args)
     least = defaults.params.min_tokens
     if "max_tokens" in given:  # may be less than the model's min_tokens
         given["min_tokens"] = min(least, max(0, given["max_tokens"]))

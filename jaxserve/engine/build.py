@@ -98,7 +98,7 @@ class ReadyEngine:
         from jaxserve.runtime.startup import compile_rest
 
         with progress("Compiling programs") as report:
-            note = lambda name, done, total: report(done, total, name)  # noqa: E731
+            note = lambda name, done, total, loaded: report(done, total, name, loaded=loaded)  # noqa: E731
             for change in compile_rest(self.shapes, self.mesh, self.plan, self.runner, note):
                 yield change if self.followers is None else partial(self.followers.add_programs, change)
 
@@ -143,7 +143,7 @@ def build_engine(
 
     Args:
         only_largest: compile only the programs large enough for any step; `ReadyEngine.compile_rest` compiles the rest.
-        announce: called with a line for each program compiled later, with `compile="used"`.
+        announce: called with a line about what the engine holds, and one for each program compiled later.
         on_loss: called on another thread when another host is lost.
 
     Raises:
@@ -155,6 +155,8 @@ def build_engine(
     config = dataclasses.replace(make_cache_dir(config), hosts=resolve_hosts(config.hosts))
     refuse_copies(config)
     refuse_with_hosts(config, has_processor=processor is not None)
+    from jaxserve.engine.memory_report import describe_capacity
+
     with lead_hosts(config, on_loss, only_largest=only_largest) as group:
         files = locate_model(config.model)
         tokenizer = load_model_tokenizer(config.model, files)
@@ -174,6 +176,9 @@ def build_engine(
             announce=announce,
             hosts=group,
         )
+    capacity = describe_capacity(built.shapes, built.plan)
+    _log.info("%s", capacity)
+    announce(capacity)
     runner, followers = lead_steps(built.runner, group)
     if record_steps is not None:
         runner = record_runner(built, runner, followers, Path(record_steps))
@@ -277,8 +282,8 @@ def build_runner(
     of_drafter = None
     if drafter is not None:
         of_drafter = drafter.load_params(shapes, mesh, seed=config.model.seed, progress=progress)
-    with progress("Compiling programs") as report:
-        note = lambda name, done, total: report(done, total, name)  # noqa: E731
+    with progress("Loading programs" if bundle is not None else "Compiling programs") as report:
+        note = lambda name, done, total, loaded: report(done, total, name, loaded=loaded)  # noqa: E731
         runner, plan = start_runner(
             shapes,
             mesh,

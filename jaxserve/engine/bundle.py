@@ -75,7 +75,7 @@ def build_bundle(
             compiler.compile,
             list_all_programs(shapes),
             tested=devices.is_here and shapes == chosen,
-            progress=lambda name, done, total: report(done, total, name),
+            progress=lambda name, done, total, _: report(done, total, name),
         )
 
 

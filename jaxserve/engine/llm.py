@@ -10,7 +10,7 @@ from jaxserve.engine.arguments import find_deadline, list_prompts, make_requests
 from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, decode_beams, search_beams
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.metrics import Metric, list_metrics
-from jaxserve.engine.progress import choose_announce, choose_progress
+from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress
 from jaxserve.engine.prompts import Message, Prompt
 from jaxserve.engine.stats import read_stats
 from jaxserve.engine_args import EngineArgs
@@ -32,7 +32,7 @@ class LLM:
 
     Args:
         model: a checkpoint directory, a Hugging Face model id, or a preset with `load_format="dummy"`.
-        show_progress: show the progress of loading and compiling on standard error.
+        show_progress: show progress on standard error; calls show theirs unless `use_tqdm` says otherwise.
         logits_processor: your own function in the sampler; see `LogitsProcessor`.
         options: the options of `jaxserve.config`, by name.
 
@@ -50,6 +50,7 @@ class LLM:
     ) -> None:
         config = EngineConfig.from_options(model=str(model), **options)
         config = config.with_compile("used" if config.hosts.nnodes in (None, 1) else "all")
+        self._shows_progress = show_progress
         self._ready: ReadyEngine = build_engine(
             config,
             progress=choose_progress(show_progress),
@@ -111,7 +112,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         priority: int | Sequence[int] = 0,
         service_tier: str | Sequence[str] = "default",
         cache_salt: str = "",
@@ -123,7 +124,7 @@ class LLM:
         Args:
             prompts: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of token ids; or a list of these.
             sampling_params: one for all prompts, or one for each; default: `get_default_sampling_params`.
-            use_tqdm: show progress on standard error (the name is vLLM's).
+            use_tqdm: show progress on standard error; default: as `show_progress` of the constructor.
             priority: one for all prompts, or one for each; smaller ones run first within a tier.
             service_tier: "priority", "default" ("auto") or "flex"; one for all prompts, or one for each.
             cache_salt: prompts with different salts share no cached prefixes.
@@ -145,7 +146,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -190,7 +191,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         truncate_prompt_tokens: int | None = None,
         **foreign: Any,
     ) -> list[EmbeddingOutput]:
@@ -201,7 +202,7 @@ class LLM:
 
         Args:
             prompts: as for `generate`.
-            use_tqdm: show progress on standard error.
+            use_tqdm: as for `generate`.
             truncate_prompt_tokens: keep only the last so many tokens of each prompt; -1: as many as fit.
 
         Raises:
@@ -215,7 +216,12 @@ class LLM:
         return [_read_embedding(output) for output in self._run(requests, use_tqdm=use_tqdm)]
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True, **foreign: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | None = None,
+        **foreign: Any,
     ) -> list[BeamSearchOutput]:
         """Returns, for each prompt, the `beam_width` likeliest continuations, best first.
 
@@ -224,8 +230,7 @@ class LLM:
             NonFiniteLogitsError, DeviceStepError: the model or the device failed on a beam.
         """
         check_arguments("LLM.beam_search", foreign)
-        requests = self._ready.requests
-        many = list_prompts(prompts)
+        requests, many = self._ready.requests, list_prompts(prompts)
         plain = SamplingParams(max_tokens=params.max_tokens, output_kind=OutputKind.FINAL_ONLY)
         texts = [list(requests.make(prompt, plain).prompt_token_ids) for prompt in many]
 
@@ -234,18 +239,21 @@ class LLM:
             return self._run(made, use_tqdm=False)
 
         eos_token_ids = requests.make({"prompt_token_ids": texts[0]}, plain).eos_token_ids if texts else ()
-        with choose_progress(use_tqdm)("Searching", unit="prompts"):
+        with self._choose_progress(use_tqdm)("Searching", unit="prompts"):
             found = search_beams(
                 texts, params, generate, eos_token_ids, max_model_len=self._ready.shapes.model.max_model_len
             )
         return found if self._ready.tokenizer is None else decode_beams(found, texts, self._ready.tokenizer)
 
-    def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
+    def _choose_progress(self, use_tqdm: bool | None) -> ShowProgress:
+        return choose_progress(self._shows_progress if use_tqdm is None else use_tqdm)
+
+    def _run(self, requests: Sequence[Request], *, use_tqdm: bool | None) -> list[RequestOutput]:
         engine, outputs = self._ready.engine, {}
         try:
             for request in requests:
                 engine.add_request(request)
-            with choose_progress(use_tqdm)("Generating", unit="requests") as report:
+            with self._choose_progress(use_tqdm)("Generating", unit="requests") as report:
                 report(0, len(requests))
                 while engine.has_unfinished:
                     for output in engine.step():  # each is the last of its request

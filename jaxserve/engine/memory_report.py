@@ -56,6 +56,20 @@ DEVICE_KINDS = {
 }
 
 
+def describe_capacity(shapes: Shapes, plan: CachePlan) -> str:
+    """Returns one line for a start: what the KV cache holds, and how many sequences that is."""
+    scheduler, longest = shapes.config.scheduler, shapes.model.max_model_len
+    assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
+    tokens = (plan.num_pages[0] - 1) * plan.page_size
+    whole = plan.count_sequences(shapes.model, scheduler.max_num_batched_tokens)
+    users = min(whole, scheduler.max_num_seqs)
+    return (
+        f"KV cache: {tokens:,} tokens in {plan.specs[0].dtype}; model in {shapes.model.dtype}; "
+        f"max_model_len {longest:,}; {scheduler.max_num_seqs} rows: "
+        f"{users} {'user' if users == 1 else 'users'} at once with {longest:,} tokens each"
+    )
+
+
 def print_plan(
     config: EngineConfig, model: DecoderConfig, device: str | None, drafter: DrafterModel | None = None
 ) -> None:

@@ -17,8 +17,8 @@ _SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 class Report(Protocol):
-    def __call__(self, done: float, total: float, note: str = "") -> None:
-        """Reports that `done` of `total` units are complete."""
+    def __call__(self, done: float, total: float, note: str = "", *, loaded: float = 0) -> None:
+        """Reports that `done` of `total` units are complete; of these `loaded` came from a cache and were not made."""
 
 
 class ShowProgress(Protocol):
@@ -36,12 +36,12 @@ class ProgressLines:
 
     def __init__(self, title: str, unit: str = "") -> None:
         self._title, self._unit = title, unit
-        self._done, self._total, self._note = 0.0, 0.0, ""  # the total is 0 until it is known
+        self._done, self._total, self._note, self._loaded = 0.0, 0.0, "", 0.0  # the total is 0 until it is known
         self.next_line = _FIRST_LINE  # when the next line is due
 
-    def report(self, done: float, total: float, note: str = "") -> None:
+    def report(self, done: float, total: float, note: str = "", *, loaded: float = 0) -> None:
         """Records the progress for the next line."""
-        self._done, self._total, self._note = done, total, note
+        self._done, self._total, self._note, self._loaded = done, total, note, loaded
 
     def describe(self, seconds: float) -> str:
         """Returns the current line, and schedules the next."""
@@ -55,9 +55,20 @@ class ProgressLines:
         if self._unit == "bytes":
             what = f"{what} of {format_amount(self._total, self._total, 'bytes').partition('/')[2]}"
         elif self._total:
-            what = f"{self._total:,.0f} {self._unit or what}"
-            what = what.removesuffix("s") if self._total == 1 else what
+            what = self._unit or what
+            made, loaded = self._total - self._loaded, _count(self._loaded, what)
+            if not self._loaded:
+                what = _count(made, what)
+            elif not made:
+                verb, what = "Loading", f"{loaded} from the cache"
+            else:
+                what = f"{_count(made, what)} and loaded {loaded} from the cache"
         return f"{verb.removesuffix('ing')}ed {what} in {seconds:.1f} s"
+
+
+def _count(number: float, what: str) -> str:
+    """Returns "1 program" or "1,200 programs"."""
+    return f"{number:,.0f} {what.removesuffix('s') if number == 1 else what}"
 
 
 def format_amount(done: float, total: float, unit: str) -> str:
@@ -120,8 +131,8 @@ def show_progress(title: str, *, unit: str = "") -> Iterator[Report]:
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(title, total=None, amount="", note="")
 
-        def move(done: float, total: float, note: str = "") -> None:
-            lines.report(done, total, note)
+        def move(done: float, total: float, note: str = "", *, loaded: float = 0) -> None:
+            lines.report(done, total, note, loaded=loaded)
             bars.update(task, completed=done, total=total, amount=format_amount(done, total, unit), note=note)
 
         yield move
@@ -138,7 +149,7 @@ def _print(line: str) -> None:
 def hide_progress(title: str, *, unit: str = "") -> Iterator[Report]:
     """Shows nothing."""
 
-    def report(done: float, total: float, note: str = "") -> None:
+    def report(done: float, total: float, note: str = "", *, loaded: float = 0) -> None:
         pass
 
     yield report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,11 +19,12 @@ from jax.sharding import AbstractMesh, Sharding
 from jaxserve.runtime.programs import ProgramKey, Programs
 from jaxserve.runtime.step_programs import EnginePrograms, name_program
 
-Progress = Callable[[str, int, int], None]  # (what was done, how many, of how many)
+Progress = Callable[[str, int, int, int], None]  # (what was done, how many, of how many, how many from the cache)
 
 _log = logging.getLogger(__name__)
 _NOTICEABLE = 0.5  # seconds; users are told of compilations that take as long, which cached programs do not
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # also sent when the persistent cache has the program
+_CACHE_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 @functools.cache  # one listener per process
@@ -38,6 +40,24 @@ def watch_compiles() -> Callable[[], int]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return lambda: count
+
+
+class _Loads(threading.local):
+    """How many programs a thread has got from the persistent cache. JAX tells the thread that asked."""
+
+    count = 0
+
+
+@functools.cache  # one listener per process
+def _watch_loads() -> _Loads:
+    loads = _Loads()
+
+    def listen(event: str, **_: Any) -> None:
+        if event == _CACHE_EVENT:
+            loads.count += 1
+
+    jax.monitoring.register_event_listener(listen)
+    return loads
 
 
 @dataclass(frozen=True)
@@ -103,14 +123,22 @@ def compile_programs(
     """
     threads = threads or min(8, os.cpu_count() or 1)
     programs = Programs() if known is None else known.copy()
+    loads, num_loaded = _watch_loads(), 0
+
+    def make_one(kind: str, key: Any) -> tuple[Any, bool]:
+        before = loads.count
+        return make(kind, key), loads.count > before
+
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        jobs = {pool.submit(make, *each): each for each in wanted if each not in programs}
+        jobs = {pool.submit(make_one, *each): each for each in wanted if each not in programs}
         try:
             for done, job in enumerate(as_completed(jobs), 1):
                 kind, key = jobs[job]
-                programs.add(kind, key, job.result())
+                program, was_loaded = job.result()
+                programs.add(kind, key, program)
+                num_loaded += was_loaded
                 if progress is not None:
-                    progress(name_program(kind, key), done, len(jobs))
+                    progress(name_program(kind, key), done, len(jobs), num_loaded)
         except BaseException:  # Ctrl-C, or a program that does not compile: drop those not begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise

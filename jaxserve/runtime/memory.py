@@ -103,6 +103,13 @@ class CachePlan:
     def bytes_per_device(self) -> int:
         return sum(pages * page_bytes(spec) // self.num_devices for spec, pages in self.pools)
 
+    def count_sequences(self, config: DecoderConfig, max_chunk: int) -> int:
+        """Returns how many sequences of `max_model_len` tokens have room at once."""
+        return min(
+            (pages - 1) // _pages_of_sequence(group, config.max_model_len, self.page_size, max_chunk)
+            for pages, group in zip(self.num_pages, config.kv_groups, strict=True)
+        )
+
     def require_whole(self, config: DecoderConfig, max_chunk: int) -> None:
         """Raises CapacityError if a group has fewer pages than a sequence of `config.max_model_len` tokens needs."""
         for group, count in zip(config.kv_groups, self.num_pages, strict=True):

@@ -188,13 +188,13 @@ class ServerState:
     def show_progress(self, title: str, *, unit: str = "") -> Iterator[Report]:
         """Records the progress of startup for /health, and logs it."""
         self.progress = Progress(title)
-        if title.startswith("Compiling"):
+        if title.endswith("programs"):
             self.phase = Phase.WARMING
         with say_progress(ProgressLines(title, unit), _log.info) as log:
 
-            def report(done: float, total: float, note: str = "") -> None:
+            def report(done: float, total: float, note: str = "", *, loaded: float = 0) -> None:
                 self.progress = Progress(title, done, total, note)
-                log(done, total, note)
+                log(done, total, note, loaded=loaded)
 
             yield report
 

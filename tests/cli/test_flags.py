@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ import pytest
 
 import jaxserve
 from jaxserve import SamplingParams
-from jaxserve.cli import _make_parser, main
-from jaxserve.cli.flags import add_sampling_flags, read_sampling_params
+from jaxserve.cli import _make_parser, commands, main
+from jaxserve.cli.flags import add_sampling_flags, read_engine_options, read_flags, read_sampling_params
 from jaxserve.config import EngineConfig
 from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.errors import CapacityError
@@ -331,3 +332,37 @@ def test_answers_are_as_long_as_the_flag_or_the_model_says(
     add_sampling_flags(parser, max_tokens=128)
     params = read_sampling_params(parser.parse_args(words), defaults)
     assert (params.max_tokens, params.min_tokens) == expected
+
+
+@pytest.mark.parametrize("command", [["generate", "demo", "hi"], ["chat", "demo"]])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("temperature", "-1"), ("top-p", "0"), ("top-k", "-7"), ("min-p", "2"), ("max-tokens", "0")]
+)
+def test_a_bad_sampling_flag_shows_before_a_model_is_read(
+    command: list[str], flag: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "_require_tokenizer", lambda *_, **__: pytest.fail("the model's files were read"))
+    assert main([*command, f"--{flag}", value]) == 2
+    assert capsys.readouterr().err.startswith(f"jaxserve: {flag.replace('-', '_')}: ")
+
+
+@pytest.mark.parametrize("command", [["serve", "demo"], ["run-batch", "demo", "-i", "in", "-o", "out"]])
+def test_what_a_server_refuses_is_not_offered(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--compile", "used"])
+    assert "invalid choice: 'used' (choose from" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([command[0], "--help"])
+    assert "--compile {auto,all} " in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_help_of_serve_begins_with_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    examples = re.findall(r"^  jaxserve (serve .*)$", shown[: shown.index("options:")], flags=re.M)
+    assert len(examples) == 3 and shown.index("examples:") < 150
+    for example in examples:
+        args = _make_parser().parse_args(example.split())
+        EngineConfig.from_options(**read_engine_options(args))
+        ServerConfig.from_options(**read_flags(args, ServerConfig))

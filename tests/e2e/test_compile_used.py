@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve import SamplingParams
 from jaxserve.config import EngineConfig
+from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ConfigError, DeviceStepError
 from jaxserve.runtime.buckets import Bucket
 from jaxserve.runtime.rows import SampleVariant
@@ -97,3 +98,32 @@ def test_a_vocabulary_smaller_than_max_logprobs(max_logprobs: int, count: int) -
     (output,) = llm.generate([{"prompt_token_ids": [5, 6]}], greedy(2, logprobs=count), use_tqdm=False)
     assert output.outputs[0].logprobs is not None
     assert [len(found) for found in output.outputs[0].logprobs] == [331, 331]
+
+
+@pytest.mark.parametrize(("options", "users"), [({}, "4 users"), ({"num_kv_pages_override": 6}, "1 user")])
+def test_a_start_says_what_the_engine_holds(
+    options: dict[str, int], users: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"max_model_len": 64, "page_size": 16, "max_num_seqs": 4}
+    make_llm("llama_gqa", kv_cache_dtype="bfloat16", show_progress=True, **sizes, **options)
+    tokens = 16 * (options["num_kv_pages_override"] - 1) if options else 256
+    assert (
+        f"jaxserve: KV cache: {tokens} tokens in bfloat16; model in float32; max_model_len 64; 4 rows: "
+        f"{users} at once with 64 tokens each\n"
+    ) in capsys.readouterr().err
+
+
+def test_without_progress_calls_show_none_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+
+    def choose(enabled: bool) -> ShowProgress:
+        return lambda title, **_: titles.append(title) or hide_progress(title) if enabled else hide_progress(title)
+
+    monkeypatch.setattr("jaxserve.engine.llm.choose_progress", choose)
+    for shown in (False, True):
+        llm = make_llm("llama_gqa", show_progress=shown)
+        titles.clear()
+        for use_tqdm in (None, False, True):
+            llm.generate([{"prompt_token_ids": [5, 6]}], greedy(2), use_tqdm=use_tqdm)
+        llm.embed([[5, 6]])
+        assert titles == ["Generating"] * (3 if shown else 1)

@@ -52,6 +52,21 @@ def test_the_end_is_in_the_past_tense(title: str, unit: str, total: int, line: s
     assert lines.conclude(108.3) == line
 
 
+@pytest.mark.parametrize(
+    ("total", "loaded", "line"),
+    [
+        (29, 29, "Loaded 29 programs from the cache in 8.0 s"),
+        (1, 1, "Loaded 1 program from the cache in 8.0 s"),
+        (29, 28, "Compiled 1 program and loaded 28 programs from the cache in 8.0 s"),
+        (29, 0, "Compiled 29 programs in 8.0 s"),
+    ],
+)
+def test_what_was_loaded_is_not_said_to_be_compiled(total: int, loaded: int, line: str) -> None:
+    lines = ProgressLines("Compiling programs")
+    lines.report(total, total, "decode 2", loaded=loaded)
+    assert lines.conclude(8.0) == line
+
+
 def test_bytes_are_shown_in_units_that_people_read() -> None:
     assert format_amount(3 * 2**29, 15 * 2**30, "bytes") == "1.50/15.00 GiB"
     assert format_amount(1, 900, "bytes") == "1/900 bytes"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.errors import MissingProgramError
 from jaxserve.runtime import compile as room
 from jaxserve.runtime.buckets import make_buckets
+from jaxserve.runtime.program_cache import enable_persistent_cache
 from jaxserve.runtime.programs import Programs
 from jaxserve.runtime.step_programs import list_programs, name_program
 
@@ -36,8 +41,8 @@ def test_every_program_of_the_table_is_compiled_once_and_told() -> None:
     wanted = list(list_programs(table))
     programs = room.compile_programs(compiler.compile, wanted, progress=lambda *event: told.append(event))  # type: ignore[arg-type]
     assert sorted(map(str, compiler.begun)) == sorted(map(str, wanted)) and len(programs) == len(wanted)
-    assert [(done, total) for _, done, total in told] == [(n, len(wanted)) for n in range(1, len(wanted) + 1)]
-    names = {name for name, _, _ in told}
+    assert [(done, total) for _, done, total, _ in told] == [(n, len(wanted)) for n in range(1, len(wanted) + 1)]
+    names = {name for name, _, _, _ in told}
     assert {
         "decode 2",
         "decode 8",
@@ -50,6 +55,27 @@ def test_every_program_of_the_table_is_compiled_once_and_told() -> None:
     assert len(names) == len(wanted)
     again = FakeCompiler()
     assert len(room.compile_programs(again.compile, wanted, known=programs)) == len(wanted) and again.begun == []  # type: ignore[arg-type]
+
+
+def test_programs_of_the_persistent_cache_are_counted_as_loaded(tmp_path: Path) -> None:
+    wanted = [("embed", rows) for rows in range(1, 4)]
+    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in settings}
+    told: list[int] = []
+
+    def make(kind: str, rows: int) -> Any:
+        return jax.jit(lambda x: x * 3.25 + rows).lower(jnp.zeros((rows, 7))).compile()
+
+    try:
+        enable_persistent_cache(tmp_path)
+        for _ in range(2):
+            room.compile_programs(make, wanted, progress=lambda *event: told.append(event[3]))
+            jax.clear_caches()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert told == [0, 0, 0, 1, 2, 3]
 
 
 def test_a_program_that_does_not_compile_ends_the_others_that_have_not_begun() -> None:
