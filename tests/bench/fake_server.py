@@ -24,6 +24,7 @@ class Script:
     delay: float = 0.0  # seconds in front of each event
     cut: bool = False
     keeps_alive: bool = True
+    at_once: int = 0  # requests that must have been here at once before this one is answered
 
 
 def stream(num_tokens: int, *, delay: float = 0.0, usage: bool = True, chat: bool = False, cached: int = 0) -> Script:
@@ -73,6 +74,8 @@ class FakeServer:
                 self.at_once += 1
                 self.most_at_once = max(self.most_at_once, self.at_once)
                 try:
+                    while self.most_at_once < script.at_once:
+                        await asyncio.sleep(0.01)
                     await _play(script, writer)
                 finally:
                     self.at_once -= 1

@@ -6,8 +6,9 @@ import asyncio
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def answer(body: dict[str, Any]) -> Script:
     return {
         "plain": stream(4),
         "slow": stream(3, delay=0.1),
-        "late": stream(1, delay=0.5),
+        "together": replace(stream(1), at_once=10),
         "no usage": stream(4, usage=False),
         "cached": stream(2, cached=5),
         "429": Script(429, {"error": {"message": "full"}}),
@@ -72,7 +73,9 @@ def test_records_are_in_order_and_count_tokens_and_gaps(generator: LoadGenerator
     assert [record.num_output_tokens for record in records] == [4, 3, None, 2, 4]
     assert records[3].num_cached_tokens == 5 and records[0].num_prompt_tokens == 7
     slow = records[1]
-    assert slow.ttft >= 0.09 and len(slow.itls) == 2 and min(slow.itls) >= 0.09
+    # The server waits in front of each chunk; a client that comes to read late may find two of them at once.
+    assert all(time - slow.sent >= 0.09 * at for at, time in enumerate(slow.chunk_times, 1))
+    assert slow.itls == [after - before for before, after in pairwise(slow.chunk_times)] and len(slow.itls) == 2
     assert slow.tpot is not None and slow.tpot == pytest.approx((slow.e2el - slow.ttft) / 2)
     assert all(record.is_complete and record.finish_reason == "length" for record in records)
 
@@ -99,9 +102,10 @@ def test_what_fails_is_noted_and_the_rest_goes_on(
 
 
 def test_a_request_that_hangs_is_given_up(generator: LoadGenerator, server: FakeServer) -> None:
-    outcome = run(generator, server, "hangs", "plain", timeout=0.3)
-    assert [record.error for record in outcome.records] == ["no end within 0.3 s", None]
-    assert outcome.seconds < 10
+    (record,) = run(generator, server, "hangs", timeout=0.3).records
+    assert record.error == "no end within 0.3 s"
+    (after,) = run(generator, server, "plain").records
+    assert after.is_complete
 
 
 def test_nobody_answers(generator: LoadGenerator) -> None:
@@ -127,14 +131,16 @@ def test_connections_are_used_again_and_a_closed_one_is_replaced(server: FakeSer
     assert server.num_connections == before + 3
 
 
-def test_arrivals_do_not_wait_for_a_slow_server(generator: LoadGenerator, server: FakeServer) -> None:
+def test_arrivals_do_not_wait_for_a_slow_server(generator: LoadGenerator) -> None:
     arrivals = [0.05 * at for at in range(10)]
-    outcome = run(generator, server, *["late"] * 10, arrivals=arrivals)
+    with run_fake_server(answer) as server:  # answers nobody before all have come
+        outcome = run(generator, server, *["together"] * 10, arrivals=arrivals)
+        assert server.most_at_once == 10
     start = outcome.start
     for record, arrival in zip(outcome.records, arrivals, strict=True):
         assert record.scheduled == pytest.approx(start + arrival)
-        assert record.scheduled <= record.sent < record.scheduled + 5
-    assert outcome.records[-1].scheduled < outcome.records[0].end, "the last is sent before the first has ended"
+        assert record.is_complete and record.scheduled <= record.sent
+    assert max(record.sent for record in outcome.records) < min(record.end for record in outcome.records)
     assert outcome.seconds == pytest.approx(max(record.end for record in outcome.records) - start)
 
 
@@ -237,10 +243,8 @@ def test_a_dead_worker_is_no_hang(server: FakeServer) -> None:
         process, _ = made._workers[0]
         process.kill()
         process.join(10)
-        start = time.monotonic()
         with pytest.raises(ClusterError, match="ended in the middle"):
             run(made, server, "plain")
-        assert time.monotonic() - start < 60
 
 
 def test_a_connection_that_was_closed_while_idle_costs_no_request() -> None:

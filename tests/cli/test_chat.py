@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,20 +163,38 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat() -> None:
             assert b"left" in shown and b"(stopped)" in shown, "the request is left"
             os.write(terminal, b"hi\n")
             assert b"wait+wait!+hi!" in _read_until(terminal, b"you> "), "what was said is kept"
-            for _ in range(10):  # one that comes between the prompt and the wait for a line does not end that wait
-                chat.send_signal(signal.SIGINT)
-                if select.select([terminal], [], [], 5)[0]:
-                    break
+            _interrupt_prompt(chat.pid, terminal)
             _read_until(terminal, b"stopped")
-            assert chat.wait(timeout=30) == 130
+            assert chat.wait() == 130
         finally:
             chat.kill()
             os.close(terminal)
 
 
+def _interrupt_prompt(process: int, terminal: int) -> None:
+    """Interrupts a process that reads the terminal, once in effect: it says something before it sleeps again.
+
+    An interrupt that comes between the prompt and the wait for a line does not end that wait, so it is sent anew; a
+    second one in effect would end the chat before it has said goodbye.
+    """
+    while not select.select([terminal], [], [], 0)[0]:
+        _wait_until_asleep(process)
+        os.kill(process, signal.SIGINT)
+        _wait_until_asleep(process)
+
+
+def _wait_until_asleep(process: int) -> None:
+    """Waits until the process's first thread sleeps, or has ended, with no signal on its way."""
+    while True:
+        status = Path(f"/proc/{process}/status").read_text()
+        pending = re.findall(r"^S(?:ig|hd)Pnd:\s+(\w+)$", status, flags=re.M)
+        if re.search(r"^State:\s+[SZ]", status, flags=re.M) and not any(int(mask, 16) for mask in pending):
+            return
+        time.sleep(0.01)
+
+
 def _read_until(terminal: int, end: bytes) -> bytes:
     shown = b""
     while end not in shown:
-        assert select.select([terminal], [], [], 60)[0], shown
-        shown += os.read(terminal, 1000)
+        shown += os.read(terminal, 1000)  # raises OSError once the process has ended
     return shown

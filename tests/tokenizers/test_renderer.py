@@ -55,17 +55,8 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[TemplateRenderer]:
-    yield from make_renderer(LIMIT_S)
-
-
-@pytest.fixture(scope="module")
-def patient() -> Iterator[TemplateRenderer]:
-    """Has time for what takes half a second by itself: other work may share the machine."""
-    yield from make_renderer(60.0)
-
-
-def make_renderer(time_limit_s: float) -> Iterator[TemplateRenderer]:
-    made = TemplateRenderer(time_limit_s=time_limit_s, max_processes=1)
+    """Has time for all that ends: other work may share the machine. Endless templates get a limit of their own."""
+    made = TemplateRenderer(time_limit_s=600.0, max_processes=1)
     made.start(CHAT_TEMPLATE)
     yield made
     made.close()
@@ -80,17 +71,16 @@ def is_alive(process_id: int) -> bool:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_cost_their_own_conversation(
-    renderer: TemplateRenderer, patient: TemplateRenderer, name: str
-) -> None:
+def test_hostile_templates_cost_their_own_conversation(renderer: TemplateRenderer, name: str) -> None:
     template, kind, message = HOSTILE[name]
-    used = renderer if kind is RenderTimeoutError else patient
-    start = time.monotonic()
+    renderer.render("x", HI, {})
+    before = renderer.process_ids
+    is_endless = kind is RenderTimeoutError
     with pytest.raises(kind, match=message) as caught:
-        used.render(template, HI, {})
+        renderer.render(template, HI, {}, limit_s=LIMIT_S if is_endless else None)
     assert type(caught.value) is kind
-    assert used is patient or time.monotonic() - start < LIMIT_S + 5
-    assert used.render("{{ messages[0].content }}", HI, {}) == "hi"
+    assert renderer.render("{{ messages[0].content }}", HI, {}) == "hi"
+    assert not is_endless or renderer.process_ids != before, "its process was killed"
 
 
 @pytest.mark.parametrize(
@@ -140,25 +130,25 @@ def outcome(render: Callable[..., str], *args: Any, **options: Any) -> tuple[str
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_templates_of_families_say_the_same_in_a_process_of_its_own(patient: TemplateRenderer, name: str) -> None:
+def test_templates_of_families_say_the_same_in_a_process_of_its_own(renderer: TemplateRenderer, name: str) -> None:
     for messages, offered in itertools.product(CONVERSATIONS, (None, [WEATHER])):
         expected = outcome(render_template, FAMILIES[name], messages, VARIABLES, tools=offered)
-        assert outcome(patient.render, FAMILIES[name], messages, VARIABLES, tools=offered) == expected
+        assert outcome(renderer.render, FAMILIES[name], messages, VARIABLES, tools=offered) == expected
 
     @settings(max_examples=20, deadline=None, database=None)
     @given(messages=st.lists(odd_messages | good_messages, min_size=1, max_size=3), tools=tool_lists)
     def compare(messages: Any, tools: Any) -> None:
         expected = outcome(render_template, FAMILIES[name], messages, VARIABLES, tools=tools)
-        assert outcome(patient.render, FAMILIES[name], messages, VARIABLES, tools=tools) == expected
+        assert outcome(renderer.render, FAMILIES[name], messages, VARIABLES, tools=tools) == expected
 
     compare()
 
 
-def test_the_longest_texts_fit(patient: TemplateRenderer) -> None:
+def test_the_longest_texts_fit(renderer: TemplateRenderer) -> None:
     text = "中" * (MAX_RENDERED_CHARS - 16)
-    assert patient.render("{{ messages[0].content }}", [{"role": "user", "content": text}], {}) == text
+    assert renderer.render("{{ messages[0].content }}", [{"role": "user", "content": text}], {}) == text
     with pytest.raises(InvalidRequestError, match=f"{MAX_RENDERED_CHARS}"):
-        patient.render("{{ messages[0].content }}!" + "x" * 20, [{"role": "user", "content": text}], {})
+        renderer.render("{{ messages[0].content }}!" + "x" * 20, [{"role": "user", "content": text}], {})
 
 
 def test_what_json_cannot_hold_is_refused(renderer: TemplateRenderer) -> None:
