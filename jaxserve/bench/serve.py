@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +109,22 @@ class PointFigures:
 
 
 def make_points(
-    rates: Sequence[float], scales: Sequence[float] | None, concurrencies: Sequence[int] | None
+    rates: Sequence[float],
+    scales: Sequence[float] | None,
+    concurrencies: Sequence[int] | None,
+    rows: int | None = None,
 ) -> tuple[Point, ...]:
-    """Returns every load of a sweep; `scales` take the place of `rates` where they are given."""
+    """Returns every load of a sweep; `scales` take the place of `rates` where they are given.
+
+    Where requests come all at once and no concurrency is given, it is `rows`: the others would only be refused.
+    """
     limits: Sequence[int | None] = concurrencies or [None]
     if scales is not None:
         return tuple(Point(math.inf, scale, limit) for scale, limit in itertools.product(scales, limits))
-    return tuple(Point(rate, None, limit) for rate, limit in itertools.product(rates, limits))
+    return tuple(
+        Point(rate, None, rows if limit is None and math.isinf(rate) else limit)
+        for rate, limit in itertools.product(rates, limits)
+    )
 
 
 def make_body(options: ServeOptions, request: BenchRequest) -> dict[str, Any]:
@@ -168,13 +177,14 @@ class ServeBenchmark:
         if options.num_warmups:
             warmups = self._encode(requests[: options.num_warmups])
             self._generator.run(options.target, warmups, [0.0] * len(warmups), timeout=options.timeout)
-        found, total = [], len(options.points) * options.num_iters
-        with show_progress("Measuring", unit="runs") as report:
+        found, each = [], len(requests)
+        total = len(options.points) * options.num_iters * each
+        with show_progress("Measuring", unit="requests") as report:
             for point in options.points:
-                runs = []
+                runs: list[dict[str, Any]] = []
                 for _ in range(options.num_iters):
-                    report(len(found) * options.num_iters + len(runs), total, point.title)
-                    runs.append(self._run(point))
+                    done = (len(found) * options.num_iters + len(runs)) * each
+                    runs.append(self._run(point, lambda ended, d=done, p=point: report(d + ended, total, p.title)))
                 found.append(PointFigures(point, tuple(runs)))
             report(total, total)
         return found
@@ -193,7 +203,7 @@ class ServeBenchmark:
     def _encode(self, requests: Sequence[BenchRequest]) -> list[bytes]:
         return [self._options.target.encode(make_body(self._options, request)) for request in requests]
 
-    def _run(self, point: Point) -> dict[str, Any]:
+    def _run(self, point: Point, progress: Callable[[int], None]) -> dict[str, Any]:
         options, requests = self._options, self._draw()
         if point.rate_scale is not None:
             arrivals = scale_arrivals([request.arrival_time for request in requests], point.rate_scale)
@@ -202,7 +212,12 @@ class ServeBenchmark:
             arrivals = draw_arrivals(len(requests), point.request_rate, burstiness=options.burstiness, seed=seed)
         bodies, before = self._encode(requests), read_counters(options.target)
         outcome = self._generator.run(
-            options.target, bodies, arrivals, max_concurrency=point.max_concurrency, timeout=options.timeout
+            options.target,
+            bodies,
+            arrivals,
+            max_concurrency=point.max_concurrency,
+            timeout=options.timeout,
+            progress=progress,
         )
         server = subtract(read_counters(options.target), before)
         lengths = [request.num_prompt_tokens for request in requests]

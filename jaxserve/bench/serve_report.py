@@ -50,6 +50,18 @@ def list_rows(found: PointFigures, metrics: Sequence[str], percentiles: Sequence
     return rows
 
 
+def describe_refusals(points: Sequence[PointFigures]) -> str | None:
+    """Returns a sentence about requests that the server refused with 429; None where it refused none."""
+    refused = sum(found.total("refused") for found in points)
+    if not refused:
+        return None
+    total = sum(found.total(name) for found in points for name in ("completed", "failed", "refused"))
+    return (
+        f"The server refused {refused:,} of {total:,} requests (429), whose times are not counted: more came than it "
+        "queues. Give --max-concurrency, or a lower --request-rate."
+    )
+
+
 def make_table(found: PointFigures, metrics: Sequence[str], percentiles: Sequence[float]) -> Table:
     """Returns the table of one load."""
     from rich.table import Table

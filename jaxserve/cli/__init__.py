@@ -81,9 +81,9 @@ def _make_parser() -> argparse.ArgumentParser:
     text = "print versions, devices, kernels, programs and the compile cache, and what is broken"
     add_command_options(add_command(group, "doctor", commands.doctor, text), (EngineConfig,))
     text = "run a trace of requests through the engine on a virtual clock: times, throughput, devices needed"
-    add_simulate_flags(add_command(group, "simulate", simulate, text, "[MODEL] --trace FILE --device KIND"))
+    add_simulate_flags(add_command(group, "simulate", simulate, text, "[MODEL] --trace TRACE --device KIND"))
     text = "choose the padded sizes of steps that waste least on a trace, and print them as TOML"
-    add_tune_flags(add_command(group, "tune-buckets", tune_buckets, text, "[MODEL] --trace FILE --device KIND"))
+    add_tune_flags(add_command(group, "tune-buckets", tune_buckets, text, "[MODEL] --trace TRACE --device KIND"))
     _add_replay(group)
     add_bench(group)
     text = "compare answers among random other requests with the same answers alone, bit for bit, on this device"

@@ -74,7 +74,7 @@ def _add_load_flags(group: Any) -> None:
     )
     text = "the trace's arrivals this many times as fast; several: a sweep (default: 1)"
     group.add_argument("--rate-scale", type=float, nargs="+", metavar="FLOAT", help=text)
-    text = "requests under way at most; several: a sweep (default: no limit)"
+    text = "requests under way at most; several: a sweep (default: no limit at a rate, else the rows of the server)"
     group.add_argument("--max-concurrency", type=int, nargs="+", metavar="INT", help=text)
     text = "runs of each load; the report has median, least and most (default: %(default)s)"
     group.add_argument("--num-iters", type=int, default=1, metavar="INT", help=text)
@@ -124,7 +124,7 @@ def read_serve_options(args: argparse.Namespace) -> ServeOptions:
     Raises:
         ConfigError: flags are wrong or contradict each other, or the server is not there.
     """
-    from jaxserve.bench.load.servers import find_model
+    from jaxserve.bench.load.servers import find_model, find_rows
     from jaxserve.bench.serve import ServeOptions, make_points
 
     rates, scales = _read_arrivals(args)
@@ -142,12 +142,14 @@ def read_serve_options(args: argparse.Namespace) -> ServeOptions:
     model = find_model(base_url, target, args.model)
     args.model = model.name
     tokenizer = _load_tokenizer(args, model)
+    wants_rows = scales is None and args.max_concurrency is None and any(map(math.isinf, rates))
+    rows = find_rows(target) if wants_rows else None
     return ServeOptions(
         target,
         model,
         dataset,
         is_chat=args.backend == "openai-chat",
-        points=make_points(rates, scales, args.max_concurrency),
+        points=make_points(rates, scales, args.max_concurrency, rows),
         slo=slo,
         vocab_size=_find_vocab_size(args, dataset, tokenizer),
         tokenizer=tokenizer,
@@ -255,7 +257,8 @@ def _show(args: argparse.Namespace, options: ServeOptions, points: list[PointFig
         for table in serve_report.make_sweep_tables(points, metrics, percentiles):
             console.print(table)
     counts = serve_report.describe_server(points)
-    notes = [serve_report.describe_client(points), *([] if counts is None else [counts])]
+    refusals = serve_report.describe_refusals(points)
+    notes = [serve_report.describe_client(points), *(each for each in (counts, refusals) if each is not None)]
     warnings = list_warnings(serve_report.list_clients(points))
     for note in (*notes, *(f"Warning: {warning}." for warning in warnings)):
         console.print(note, markup=False, soft_wrap=True)

@@ -60,8 +60,9 @@ def _add_trace_flags(command: argparse.ArgumentParser) -> Any:
     group.add_argument(
         "--trace",
         required=True,
-        metavar="FILE",
-        help="Azure's CSV, Mooncake's JSON lines, the server's log in JSON, or answers of run-batch",
+        metavar="TRACE",
+        help="azure-chat, azure-code or mooncake, which the package has; or a file: Azure's CSV, Mooncake's JSON "
+        "lines, the server's log in JSON, or answers of run-batch",
     )
     group.add_argument(
         "--device", metavar="KIND", help="h200, h100, v5e, ...; default: that of the calibration, on CPU"

@@ -1,10 +1,11 @@
-"""Traces of requests: who asked when, for how many tokens. Four formats, told apart by their first line.
+"""Traces of requests: who asked when, for how many tokens. Five formats, told apart by their first line.
 
 - Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens; Patel et al. 2024, "Splitwise"): prompts share nothing.
 - Mooncake's JSON lines (timestamp in ms, input_length, output_length, hash_ids; Qin et al. 2025): prompts with equal
   leading hash_ids share these blocks of 512 tokens.
 - The server's own log, `jaxserve serve --log-format json`: a request arrived when its answer ended, less its duration.
 - The answers of `jaxserve run-batch`: all requests arrive at once.
+- The package's own CSV (gap_seconds, prompt_tokens, output_tokens), of which it has three, each with a name.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from jaxserve.request import Request, ServiceTier, Tenant
 from jaxserve.simulation.replica import make_request
 
 MOONCAKE_BLOCK = 512  # tokens of a hash id
+PACKAGED_TRACES = ("azure-chat", "azure-code", "mooncake")  # 500 requests each; bench draws lengths of them
+_PACKAGE = Path(__file__).parents[1] / "bench" / "lengths"
+_OWN_COLUMNS = ["gap_seconds", "prompt_tokens", "output_tokens"]
 _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
@@ -45,17 +49,19 @@ class _LineError(ValueError):
 
 
 def read_trace(path: str | Path) -> list[TraceRequest]:
-    """Returns the requests of a trace by arrival; the first arrives at 0.
+    """Returns the requests of a trace, a file or one of `PACKAGED_TRACES`, by arrival; the first arrives at 0.
 
     Raises:
         ConfigError: the file cannot be read, its format is unknown, a line is malformed, or it has no requests.
     """
     name = str(path)
+    file_path = _PACKAGE / f"{name}.csv" if name in PACKAGED_TRACES and not Path(name).exists() else Path(path)
     try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+        with file_path.open(encoding="utf-8-sig", newline="") as file:
             found = list(_read_lines(name, iter(file)))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read: {error}", field="trace", value=name) from error
+        message = f"{name} cannot be read: {error}; the package has {', '.join(PACKAGED_TRACES)}"
+        raise ConfigError(message, field="trace", value=name) from error
     if not found:
         raise ConfigError(f"{name} has no requests", field="trace", value=name)
     first = min(request.arrival_time for request in found)
@@ -65,6 +71,9 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
 
 def _read_lines(name: str, lines: Iterator[str]) -> Iterator[TraceRequest]:
     first = next(lines, "")
+    if next(csv.reader([first]), None) == _OWN_COLUMNS:
+        yield from _parse_all(name, csv.reader(lines), _parse_own(), 2)
+        return
     if next(csv.reader([first]), None) == _AZURE_COLUMNS:
         yield from _parse_all(name, csv.reader(lines), _parse_azure, 2)
         return
@@ -92,6 +101,19 @@ def _parse_all(
             raise ConfigError(f"{name}, line {number}: {reason}", field="trace", value=shorten(line)) from error
         if request is not None and request.num_output_tokens > 0:
             yield request
+
+
+def _parse_own() -> Callable[[list[str]], TraceRequest]:
+    """Returns a parser of the package's own lines, in order: each has the time since the one before."""
+    now = 0.0
+
+    def parse(row: list[str]) -> TraceRequest:
+        nonlocal now
+        gap, prompt, output = row
+        now += float(gap)
+        return TraceRequest(now, _count(int(prompt)), int(output))
+
+    return parse
 
 
 def _parse_azure(row: list[str]) -> TraceRequest | None:

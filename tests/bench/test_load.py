@@ -164,6 +164,13 @@ def test_text_is_kept_where_it_is_asked_for(generator: LoadGenerator, server: Fa
     assert run(generator, server, "plain").records[0].text == ""
 
 
+def test_requests_that_have_ended_are_told(generator: LoadGenerator, server: FakeServer) -> None:
+    told: list[int] = []
+    for _ in range(2):  # a run counts from 0, whatever ran before
+        run(generator, server, *["slow"] * 9, "429", progress=told.append)
+    assert told[-1] == 10 and told.count(10) >= 2 and min(told) >= 0 and max(told) == 10
+
+
 def test_events_may_be_cut_anywhere() -> None:
     """By the network, into pieces of one byte."""
     from jaxserve.bench.load.answers import AnswerReader

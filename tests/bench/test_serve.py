@@ -213,3 +213,44 @@ def test_bad_input_is_one_line(flags: tuple[str, ...], words: str, capsys: pytes
 def test_random_prompts_need_a_vocabulary(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--base-url", server.url]) == 2
     assert "tokenizer: random prompts need the model's tokenizer, or --vocab-size" in capsys.readouterr().err
+
+
+def show_rows(path: str) -> Script | None:
+    return Script(body='data: {"rows": {"max": 2, "running": []}}\n\n') if path == "/live" else None
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ((), 2),
+        (("--request-rate", "inf"), 2),
+        (("--request-rate", "1000"), None),
+        (("--max-concurrency", "3"), 3),
+    ],
+)
+def test_requests_at_once_are_as_many_as_the_server_has_rows(
+    tmp_path: Path, flags: tuple[str, ...], limit: int | None
+) -> None:
+    with run_fake_server(answer, show_rows) as server:
+        document = run(server, tmp_path, "--vocab-size", "99", *flags)
+        assert limit is None or server.most_at_once <= limit
+    (point,) = document["figures"]["points"]
+    assert point["max_concurrency"] == limit and point["completed"]["median"] == 6
+
+
+def test_a_server_that_does_not_tell_its_rows_gets_all_at_once(server: FakeServer, tmp_path: Path) -> None:
+    (point,) = run(server, tmp_path, "--vocab-size", "99")["figures"]["points"]
+    assert point["max_concurrency"] is None
+
+
+def test_refusals_get_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[int] = []
+
+    def refuse_some(body: dict[str, Any]) -> Script:
+        asked.append(1)
+        return Script(429, {"error": {"message": "full"}}) if len(asked) in (4, 6) else answer(body)
+
+    with run_fake_server(refuse_some) as server:
+        document = run(server, tmp_path, "--vocab-size", "99")
+    assert document["figures"]["points"][0]["refused"]["median"] == 2
+    assert "The server refused 2 of 6 requests (429), whose times are not counted" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Traces: four formats, told apart by themselves; prompts share what the trace says and nothing else."""
+"""Traces: five formats, told apart by themselves; prompts share what the trace says and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.request import ServiceTier, Tenant
-from jaxserve.simulation.traces import TraceRequest, make_requests, read_trace
+from jaxserve.simulation.traces import PACKAGED_TRACES, TraceRequest, make_requests, read_trace
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
@@ -41,6 +41,24 @@ def test_azure_is_read_by_arrival(tmp_path: Path) -> None:
     assert second.arrival_time == pytest.approx(4.314579, abs=1e-6)
     prompts = [request.prompt_token_ids for request in make_requests([first, second])]
     assert [len(prompt) for prompt in prompts] == [374, 396] and not set(prompts[0]) & set(prompts[1])
+
+
+@pytest.mark.parametrize("name", PACKAGED_TRACES)
+def test_traces_of_the_package_are_read_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = read_trace(name)
+    assert len(found) == 500 and found[0].arrival_time == 0
+    with pytest.raises(
+        ConfigError, match=r"^trace: azure-chats cannot be read: .*; the package has azure-chat, "
+    ):
+        read_trace("azure-chats")
+
+
+def test_gaps_become_arrivals(tmp_path: Path) -> None:
+    path = write(tmp_path, "gap_seconds,prompt_tokens,output_tokens\n0.5,91,16\n0.25,381,84\n0,7,1\n")
+    assert read_trace(path) == [TraceRequest(0.0, 91, 16), TraceRequest(0.25, 381, 84), TraceRequest(0.25, 7, 1)]
+    with pytest.raises(ConfigError, match="line 2: could not convert"):
+        read_trace(write(tmp_path, "gap_seconds,prompt_tokens,output_tokens\nx,91,16\n"))
 
 
 def test_mooncake_blocks_are_equal_where_their_hashes_are(tmp_path: Path) -> None:

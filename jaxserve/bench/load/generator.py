@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from ctypes import c_long
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -16,6 +17,7 @@ from jaxserve.errors import ClusterError
 
 _LEAD_SECONDS = 0.3  # between the order to start and the start
 _END_SECONDS = 5.0
+_REPORT_SECONDS = 0.25
 
 
 class LoadGenerator:
@@ -24,12 +26,15 @@ class LoadGenerator:
     def __init__(self, num_processes: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._ended: list[c_long] = []  # requests of each process that have ended, in shared memory
         for _ in range(num_processes):
             ours, theirs = context.Pipe()
-            process = context.Process(target=run_worker, args=(theirs,), daemon=True)
+            ended = context.Value(c_long, lock=False)
+            process = context.Process(target=run_worker, args=(theirs, ended), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+            self._ended.append(ended)
 
     def __enter__(self) -> LoadGenerator:
         return self
@@ -53,6 +58,7 @@ class LoadGenerator:
         max_concurrency: int | None = None,
         timeout: float = 600.0,
         keeps_text: bool = False,
+        progress: Callable[[int], None] = lambda done: None,
     ) -> LoadOutcome:
         """Sends all requests, and returns when the last has ended.
 
@@ -63,6 +69,7 @@ class LoadGenerator:
             max_concurrency: requests under way, shared out among the processes.
             timeout: seconds that one request may take.
             keeps_text: whether records have the answers' texts.
+            progress: told now and then how many requests have ended.
 
         Raises:
             ClusterError: a process of the load generator ended.
@@ -79,7 +86,13 @@ class LoadGenerator:
             start = time.monotonic() + _LEAD_SECONDS
             for _, pipe in active:
                 pipe.send(start)
-            shares: list[ShareOutcome] = [pipe.recv() for _, pipe in active]
+            before = self._count_ended()
+            shares: list[ShareOutcome] = []
+            for _, pipe in active:
+                while not pipe.poll(_REPORT_SECONDS):
+                    progress(self._count_ended() - before)
+                shares.append(pipe.recv())
+            progress(len(requests))
         except (EOFError, OSError) as error:
             message = "one of them ended in the middle of a run; is there enough memory?"
             raise ClusterError(message, field="num_processes", value=len(self._workers)) from error
@@ -89,6 +102,9 @@ class LoadGenerator:
         end = max((record.end for record in records), default=start)
         cores = tuple(share.cpu_seconds / share.seconds if share.seconds else 0.0 for share in shares)
         return LoadOutcome(records, start, end - start, cores, sum(share.cpu_seconds for share in shares))
+
+    def _count_ended(self) -> int:
+        return sum(ended.value for ended in self._ended)
 
 
 def _share(total: int, count: int, at: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,20 @@ def _read_models(answer: Any) -> list[dict[str, Any]]:
         return [each for each in answer.json()["data"] if "id" in each] if answer.status_code == 200 else []
     except (ValueError, TypeError, KeyError):
         return []
+
+
+def find_rows(target: Target) -> int | None:
+    """Returns the rows of the server's batch, from its live view; None where it has none that says so."""
+    import httpx
+
+    url = httpx.URL(scheme="https" if target.is_tls else "http", host=target.host, port=target.port, path="/live")
+    try:
+        with httpx.stream("GET", url, headers=dict(target.headers), timeout=_TIMEOUT) as answer:
+            lines = answer.iter_lines() if answer.status_code == 200 else iter(())
+            event = next((line.removeprefix("data:") for line in lines if line.startswith("data:")), "{}")
+            return int(json.loads(event)["rows"]["max"])
+    except (httpx.HTTPError, ValueError, TypeError, KeyError):
+        return None
 
 
 def probe(target: Target, request: bytes, timeout: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Coroutine
+from ctypes import c_long
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,14 +37,14 @@ class ShareOutcome:
     seconds: float
 
 
-def run_worker(pipe: Connection) -> None:
+def run_worker(pipe: Connection, ended: c_long) -> None:
     """Takes shares from a pipe until it closes: a `Share`, answered by True, then the start, answered by its
-    `ShareOutcome`."""
+    `ShareOutcome`. `ended`, in shared memory, counts the requests that have ended."""
     try:
         while True:
             share: Share = pipe.recv()
             pipe.send(True)
-            pipe.send(run_loop(run_share(share, pipe.recv())))
+            pipe.send(run_loop(run_share(share, pipe.recv(), ended)))
     except (EOFError, KeyboardInterrupt):
         pass
 
@@ -60,7 +61,7 @@ def run_loop[T](work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
-async def run_share(share: Share, start: float) -> ShareOutcome:
+async def run_share(share: Share, start: float, ended: c_long) -> ShareOutcome:
     """Sends all requests of a share and waits for their ends; `start` is a time of the monotonic clock.
 
     The schedule is absolute: a slow server does not move later arrivals, unless the limit of concurrency does.
@@ -75,17 +76,20 @@ async def run_share(share: Share, start: float) -> ShareOutcome:
         is_full = room.locked()
         await room.acquire()
         record.due = time.monotonic() if is_full else record.scheduled
-        tasks.append(asyncio.ensure_future(_send(client, request, record, share, room)))
+        tasks.append(asyncio.ensure_future(_send(client, request, record, share, room, ended)))
     await asyncio.gather(*tasks)
     client.close()
     return ShareOutcome(records, time.process_time() - cpu, time.monotonic() - began)
 
 
-async def _send(client: Client, request: bytes, record: RequestRecord, share: Share, room: asyncio.Semaphore) -> None:
+async def _send(
+    client: Client, request: bytes, record: RequestRecord, share: Share, room: asyncio.Semaphore, ended: c_long
+) -> None:
     try:
         async with asyncio.timeout(share.timeout):
             await client.send(request, record, keeps_text=share.keeps_text)
     except TimeoutError:
         record.end, record.error = time.monotonic(), f"no end within {share.timeout:g} s"
     finally:
+        ended.value += 1  # no other process writes it
         room.release()
