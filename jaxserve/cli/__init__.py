@@ -16,6 +16,7 @@ from jaxserve.cli.prompts import RULE
 from jaxserve.cli.replay import replay
 from jaxserve.cli.simulate import add_simulate_flags, add_tune_flags, simulate, tune_buckets
 from jaxserve.config import EngineConfig
+from jaxserve.device_kinds import KNOWN
 from jaxserve.errors import JaxServeError
 from jaxserve.option_flags import add_flag
 from jaxserve.options import list_options
@@ -72,7 +73,7 @@ def _make_parser() -> argparse.ArgumentParser:
         add_command_options(command, (EngineConfig,))
     _add_run_batch(group, ServerConfig)
     plan = add_command(group, "plan", commands.plan, "print the memory plan of a model without loading a weight")
-    plan.add_argument("--device", metavar="KIND", help="plan for a device that is not here: h200, h100, v5e, ...")
+    plan.add_argument("--device", metavar="KIND", help=f"plan for a device that is not here: {KNOWN}")
     add_command_options(plan, (EngineConfig,))
     text = "compile all programs of a model, also for devices that are not here, for serve --bundle"
     add_build_flags(add_command(group, "build", build, text, "[MODEL] -o DIR"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.flags import add_command_options, read_engine_options
 from jaxserve.config import EngineConfig
+from jaxserve.device_kinds import KNOWN_TARGETS, find_target
 
 if TYPE_CHECKING:
     from jaxserve.runtime.bundle.manifest import Manifest
@@ -19,7 +20,9 @@ _MIB = 2**20
 def add_build_flags(command: argparse.ArgumentParser) -> None:
     """Adds the flags of `build`."""
     command.add_argument(
-        "--device", metavar="KIND", help="h200, v5e-16, cpu, ...: it need not be here (default: this machine's devices)"
+        "--device",
+        metavar="KIND",
+        help=f"it need not be here: {KNOWN_TARGETS}, a slice like v5e-16, or cpu (default: this machine's devices)",
     )
     command.add_argument(
         "--allow-untuned",
@@ -37,9 +40,10 @@ def build(args: argparse.Namespace) -> None:
     from jaxserve.engine.progress import show_progress
 
     config, start = EngineConfig.from_options(**read_engine_options(args)), time.monotonic()
+    device = None if args.device is None else find_target(args.device)
     files = locate_model(config.model, need_weights=False)
     options = {"allow_untuned": args.allow_untuned, "progress": show_progress}
-    manifest = build_bundle(config, files, Path(args.output), args.device, **options)
+    manifest = build_bundle(config, files, Path(args.output), device, **options)
     _print_summary(manifest, args, time.monotonic() - start)
 
 

@@ -11,6 +11,7 @@ from jaxserve.cli.flags import read_engine_options, read_flags, read_given_sampl
 from jaxserve.cli.packages import SERVER_PACKAGES, require_packages
 from jaxserve.cli.prompts import split_words
 from jaxserve.config import EngineConfig
+from jaxserve.device_kinds import find_kind
 from jaxserve.devices import find_devices
 from jaxserve.errors import TokenizerError
 
@@ -119,10 +120,7 @@ def plan(args: argparse.Namespace) -> None:
     config = EngineConfig.from_options(**read_engine_options(args))
     files = locate_model(config.model, need_weights=False)
     from jaxserve.engine.draft_files import locate_drafter
-    from jaxserve.engine.memory_report import (
-        find_kind,
-        print_plan,
-    )  # imports JAX; `locate_model` explains a broken one
+    from jaxserve.engine.memory_report import print_plan  # imports JAX; `locate_model` explains a broken one
 
     kind = find_devices()[0].device_kind if args.device is None else find_kind(args.device).name
     model = resolve_model(config, files, kind)

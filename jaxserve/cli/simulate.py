@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.flags import add_command_options, read_engine_options
 from jaxserve.config import EngineConfig
+from jaxserve.device_kinds import KNOWN
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,9 +65,7 @@ def _add_trace_flags(command: argparse.ArgumentParser) -> Any:
         help="azure-chat, azure-code or mooncake, which the package has; or a file: Azure's CSV, Mooncake's JSON "
         "lines, the server's log in JSON, or answers of run-batch",
     )
-    group.add_argument(
-        "--device", metavar="KIND", help="h200, h100, v5e, ...; default: that of the calibration, on CPU"
-    )
+    group.add_argument("--device", metavar="KIND", help=f"{KNOWN} (default: that of the calibration, on CPU)")
     group.add_argument(
         "--calibration", metavar="FILE", help="figures measured by jaxserve bench sweep --calibrate FILE"
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve.device_kinds import find_kind
 from jaxserve.devices import find_devices
-from jaxserve.errors import CapacityError, ConfigError, shorten
+from jaxserve.errors import CapacityError
 from jaxserve.features import make_shapes
 from jaxserve.features.tier_start import count_slots
 from jaxserve.models.base import DecoderConfig
@@ -31,29 +30,6 @@ from pallas_kernels.layout import page_bytes
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-
-
-@dataclass(frozen=True)
-class DeviceKind:
-    """A kind of device that can be planned for without being attached."""
-
-    platform: str
-    name: str  # as JAX calls it
-    memory: int  # bytes
-
-
-DEVICE_KINDS = {
-    "h200": DeviceKind("gpu", "NVIDIA H200", 141 * 10**9),
-    "h100": DeviceKind("gpu", "NVIDIA H100 80GB HBM3", 80 * 10**9),
-    "a100-80g": DeviceKind("gpu", "NVIDIA A100-SXM4-80GB", 80 * 10**9),
-    "a100-40g": DeviceKind("gpu", "NVIDIA A100-SXM4-40GB", 40 * 10**9),
-    "l4": DeviceKind("gpu", "NVIDIA L4", 24 * 10**9),
-    "t4": DeviceKind("gpu", "Tesla T4", 16 * 10**9),
-    "v5e": DeviceKind("tpu", "TPU v5 lite", 16 * GIB),
-    "v5p": DeviceKind("tpu", "TPU v5", 95 * GIB),
-    "v6e": DeviceKind("tpu", "TPU v6 lite", 32 * GIB),
-    "v7x": DeviceKind("tpu", "TPU7x", 96 * GIB),  # a chip is two devices
-}
 
 
 def describe_capacity(shapes: Shapes, plan: CachePlan) -> str:
@@ -87,16 +63,6 @@ def print_plan(
         _plan_for_kind(config, model, device, drafter)
     else:
         _plan_for_attached(config, model, drafter)
-
-
-def find_kind(device: str) -> DeviceKind:
-    """Returns the kind of that name; ConfigError, with the nearest names, if there is none."""
-    if device not in DEVICE_KINDS:
-        near = [kind for kind in DEVICE_KINDS if kind.startswith(device.lower())]
-        near = near or difflib.get_close_matches(device.lower(), DEVICE_KINDS, n=1)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(DEVICE_KINDS)}"
-        raise ConfigError(f"{shorten(device)} is not known; {hint}", field="device", value=device)
-    return DEVICE_KINDS[device]
 
 
 def _plan_for_kind(config: EngineConfig, model: DecoderConfig, device: str, drafter: DrafterModel | None) -> None:

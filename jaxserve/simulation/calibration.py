@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.engine.memory_report import DeviceKind
+from jaxserve.device_kinds import DeviceKind
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.layers.moe import MoEConfig
 from jaxserve.models.base import DecoderConfig, KVGroup, ParamSpec
@@ -32,6 +32,8 @@ DATA_SHEET = {
     "a100-40g": (1.555e12, 312e12),
     "l4": (300e9, 121e12),
     "t4": (320e9, 65e12),
+    "b200": (8e12, 2250e12),
+    "rtx5090": (1.792e12, 209.5e12),
     "v5e": (819e9, 197e12),
     "v5p": (2.765e12, 459e12),
     "v6e": (1.64e12, 918e12),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.memory_report import DeviceKind, find_kind
+from jaxserve.device_kinds import KNOWN, DeviceKind, find_kind
 from jaxserve.errors import ConfigError
 from jaxserve.features import count_host_pages, make_shapes
 from jaxserve.models.base import DecoderConfig
@@ -22,7 +22,7 @@ def choose_device(name: str | None, calibration: Calibration | None) -> tuple[De
     """
     if name is None:
         if calibration is None or calibration.platform != "cpu":
-            raise ConfigError("say which device to simulate: h200, h100, v5e, ...", field="device")
+            raise ConfigError(f"say which device to simulate: {KNOWN}", field="device")
         return DeviceKind("cpu", calibration.device, 0), calibration
     kind = find_kind(name)
     if calibration is None:

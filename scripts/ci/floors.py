@@ -23,6 +23,7 @@ FLOORS = {
     "jaxserve.speculative_config": "F1.1",
     "jaxserve.quantization_config": "F1.1",
     "jaxserve.devices": "F1.1",
+    "jaxserve.device_kinds": "F1.1",
     "jaxserve.token_automaton": "F1.1",
     "jaxserve.request": "F1.4",
     "jaxserve.workers": "F1.1",

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.memory_report import DEVICE_KINDS
+from jaxserve.device_kinds import DEVICE_KINDS
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.features import make_shapes
 from jaxserve.models.base import DecoderConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.memory_report import DEVICE_KINDS
+from jaxserve.device_kinds import DEVICE_KINDS
 from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.errors import ConfigError
 from jaxserve.features import make_shapes
