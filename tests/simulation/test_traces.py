@@ -48,9 +48,7 @@ def test_traces_of_the_package_are_read_by_name(name: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     found = read_trace(name)
     assert len(found) == 500 and found[0].arrival_time == 0
-    with pytest.raises(
-        ConfigError, match=r"^trace: azure-chats cannot be read: .*; the package has azure-chat, "
-    ):
+    with pytest.raises(ConfigError, match=r"^trace: azure-chats cannot be read: .*; the package has azure-chat, "):
         read_trace("azure-chats")
 
 
