@@ -67,7 +67,8 @@ def _read_config(header: Mapping[str, Any], args: argparse.Namespace) -> EngineC
 
 def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
     """Returns a runner like the recorded one; RecordingError names what differs, early if it can."""
-    from jaxserve.engine.build import build_runner, make_cache_dir
+    from jaxserve.engine.build import build_runner
+    from jaxserve.engine.cache_dir import make_cache_dir
     from jaxserve.engine.model_files import locate_model
     from jaxserve.engine.progress import choose_announce, show_progress
     from jaxserve.runtime.identity import describe_engine, describe_mesh, describe_model, digest_params

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import logging
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxserve.config import EngineConfig, allow_pinned_memory
+from jaxserve.engine.cache_dir import make_cache_dir
 from jaxserve.engine.counts import AttentionStats
 from jaxserve.engine.draft_files import DraftFiles, locate_drafter
 from jaxserve.engine.engine import Engine
@@ -35,7 +33,6 @@ from jaxserve.engine.model_files import (
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.errors import ClusterError, ConfigError, TokenizerError
-from jaxserve.files import find_other_writer
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.pages import PageManager
 from jaxserve.sampling_params import SamplingParams
@@ -366,40 +363,3 @@ def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | Non
     file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, all_params, digest()))
     _log.warning("record_steps: %s gets the tokens of all prompts and answers", path)
     return TeeRunner(runner, Recording(file, digest))
-
-
-def make_cache_dir(config: EngineConfig) -> EngineConfig:
-    """Makes the directory of compiled programs; returns the config, without a directory if the default cannot be made.
-
-    Programs are code. So a directory into which others may write is left alone, and this process has one of its own.
-
-    Raises:
-        ConfigError: the requested directory cannot be made.
-    """
-    directory = config.compile.cache_dir
-    if directory is None:
-        return config
-    try:
-        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"{directory} cannot be made ({error.strerror})"
-        if config.compile.compilation_cache_dir is not None:
-            message = f"{reason}; give another directory, or '' for none"
-            raise ConfigError(message, field="compilation_cache_dir", value=str(directory)) from error
-        _log.warning("compiled programs are not kept: %s; compilation_cache_dir takes another directory", reason)
-        return _with_cache_dir(config, "")
-    reason = find_other_writer(directory)
-    if reason is None:
-        return config
-    own = tempfile.mkdtemp(prefix="jaxserve-programs-")
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
-    _log.warning(
-        "compiled programs are not read from %s: %s, and programs are code; this process compiles its own. Make the "
-        "directory yours alone (chown, chmod -R go-w), or give another with compilation_cache_dir",
-        *(directory, reason),
-    )
-    return _with_cache_dir(config, own)
-
-
-def _with_cache_dir(config: EngineConfig, directory: str) -> EngineConfig:
-    return dataclasses.replace(config, compile=dataclasses.replace(config.compile, compilation_cache_dir=directory))

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import BuiltRunner, build_runner, make_cache_dir
+from jaxserve.engine.build import BuiltRunner, build_runner
+from jaxserve.engine.cache_dir import make_cache_dir
 from jaxserve.engine.hosts import end_process, follow_leader
 from jaxserve.engine.model_files import locate_model, open_update
 from jaxserve.engine.progress import ShowProgress, hide_progress

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import make_cache_dir
+from jaxserve.engine.cache_dir import make_cache_dir
 from jaxserve.runtime.sizes import make_sizes
 from tests.golden_cases import load_case
 
