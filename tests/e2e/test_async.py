@@ -106,13 +106,13 @@ def test_a_bad_request_fails_alone(llm: AsyncLLM) -> None:
     async def run() -> list[object]:
         good = collect(llm.generate("Once", SamplingParams(temperature=0, max_tokens=10)))
         too_long = collect(llm.generate({"prompt_token_ids": [5] * 400}))
-        no_text = collect(llm.generate(""))
-        return await asyncio.gather(good, too_long, no_text, return_exceptions=True)
+        no_tokens = collect(llm.generate({"prompt_token_ids": []}))
+        return await asyncio.gather(good, too_long, no_tokens, return_exceptions=True)
 
-    good, too_long, no_text = asyncio.run(run())
+    good, too_long, no_tokens = asyncio.run(run())
     assert isinstance(good, list) and len(good[-1].outputs[0].token_ids) == 10
     assert isinstance(too_long, InvalidRequestError) and "maximum context length is 384" in str(too_long)
-    assert isinstance(no_text, InvalidRequestError)
+    assert isinstance(no_tokens, InvalidRequestError)
 
 
 def test_a_fault_of_the_host_reaches_everybody_and_nobody_hangs() -> None:
