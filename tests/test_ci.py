@@ -64,7 +64,7 @@ def test_a_change_reaches_the_rooms_above_it_and_no_others(room: str) -> None:
         (
             "jaxserve/server/app.py",
             "server deploy-devices cli",
-            "engine runtime models scheduler kernels gate-steps docs",
+            "engine runtime models models-above weights-above e2e scheduler kernels gate-steps docs",
         ),
         (
             "jaxserve/models/llama.py",

@@ -183,7 +183,7 @@ def _find_files(path: str, modules: Iterable[str], repository: Repository) -> li
     code, folder = repository.read_code(path), path.rpartition("/")[0]
     found = {repository.find_file(module) for module in modules if module.startswith(("tests.", "scripts."))}
     found.add(f"{folder}/conftest.py")
-    beside = [other for other in repository.list_under(folder) if not Path(other).name.startswith("test_")]
+    beside = [p for p in repository.list_under(folder) if p.rpartition("/")[0] == folder and "/test_" not in p]
     words = set(re.findall(r"\w+", code)) if path.startswith("tests/") else _name_scripts(code)
     found |= {other for other in beside if Path(other).name.split(".")[0] in words}
     if path.startswith("tests/") and _SCRIPTS.search(code):

@@ -62,7 +62,7 @@ TARGETS = (
     _room("layers", "tests/test_sharding.py"),
     _room("models", "tests/test_golden_cases.py"),
     *(_room(name) for name in ("sampling", "speculation", "weights", "runtime", "features", "engine", "simulation")),
-    Target("e2e", ("tests/e2e",)),
+    Target("e2e", ("tests/e2e",), rooms=("jaxserve.engine",)),
     *(_room(name) for name in ("bench", "cluster", "cli")),
     Target("scripts", ("tests/scripts",)),
     Target("deploy", ("tests/test_deploy.py", "tests/test_kubernetes.py"), files=("configs/deploy/",)),
