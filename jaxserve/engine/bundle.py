@@ -73,7 +73,7 @@ def build_bundle(
             plan,
             use,
             compiler.compile,
-            list_all_programs(shapes),
+            list_all_programs(shapes, shapes.buckets),
             tested=devices.is_here and shapes == chosen,
             progress=lambda name, done, total, _: report(done, total, name),
         )

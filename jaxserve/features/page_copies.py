@@ -50,10 +50,10 @@ def write_pages(
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The host tier's sizes. Without slots there is no tier."""
+    """The host tier's sizes."""
 
-    num_slots: int = 0  # of each group
-    pages: tuple[jax.ShapeDtypeStruct, ...] = ()  # by group: one page of all its layers, on the device
+    num_slots: int  # of each group
+    pages: tuple[jax.ShapeDtypeStruct, ...]  # by group: one page of all its layers, on the device
 
     def on_host(self, group: int) -> Any:
         return self.pages[group].sharding.with_memory_kind("pinned_host")

@@ -238,7 +238,7 @@ def start_runner(
     compiler = make_compiler(shapes, plan, mesh)
     buckets = shapes.buckets.take_largest() if only_largest and bundle is None else shapes.buckets
     is_closed = shapes.config.compile.compile != "used" or bundle is not None
-    wanted = _list_wanted(shapes, buckets) if is_closed else [("forward", buckets.smallest_mixed)]
+    wanted = list_all_programs(shapes, buckets) if is_closed else [("forward", buckets.smallest_mixed)]
     programs = compile_programs(
         compiler.compile if bundle is None else bundle.load,
         wanted,
@@ -300,7 +300,7 @@ def compile_rest(
     """Compiles what `start_runner` left; returns functions to call between steps, see `ModelRunner.list_additions`."""
     programs = compile_programs(
         make_compiler(shapes, plan, mesh).compile,
-        _list_wanted(shapes, shapes.buckets),
+        list_all_programs(shapes, shapes.buckets),
         threads=shapes.config.compile.compile_threads,
         progress=progress,
         known=runner.device.programs,
@@ -308,12 +308,8 @@ def compile_rest(
     return runner.list_additions(programs, shapes.buckets)
 
 
-def list_all_programs(shapes: Shapes) -> Iterator[ProgramKey]:
-    """Yields the (kind, key) of every program that an engine may need."""
-    return _list_wanted(shapes, shapes.buckets)
-
-
-def _list_wanted(shapes: Shapes, buckets: BucketTable) -> Iterator[ProgramKey]:
+def list_all_programs(shapes: Shapes, buckets: BucketTable) -> Iterator[ProgramKey]:
+    """Yields the (kind, key) of every program that an engine may need with these buckets."""
     yield from list_programs(buckets, shapes.sample_programs)
     if shapes.config.scheduler.max_decode_steps > 1:
         yield from list_loops(shapes.buckets)
