@@ -130,7 +130,7 @@ $(CLUSTER)/.ready: pyproject.toml
 
 # One at a time: each test has several processes.
 test-cluster: $(CLUSTER)/.ready
-	$(CLUSTER)/bin/python -m pytest tests/hosts tests/cluster
+	$(CLUSTER)/bin/python -m pytest tests/nodes tests/tools/cluster
 
 $(RAY)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(RAY)
@@ -138,7 +138,7 @@ $(RAY)/.ready: pyproject.toml
 	touch $@
 
 test-ray: $(RAY)/.ready
-	$(RAY)/bin/python -m pytest tests/cluster/test_ray_serve.py tests/cluster/test_ray_options.py
+	$(RAY)/bin/python -m pytest tests/tools/cluster/test_ray_serve.py tests/tools/cluster/test_ray_options.py
 
 test-kernels: setup
 	$(RUN) $(PYTEST) $(CI) $(or $(TESTS),tests/pallas_kernels)

@@ -2,6 +2,6 @@
 
 import sys
 
-from jaxserve.cli import main
+from jaxserve.tools.cli import main
 
 sys.exit(main())

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jaxserve.bench.prompts import BenchRequest
-from jaxserve.bench.runs import Run, RunOptions, run_requests
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench.prompts import BenchRequest
+from jaxserve.tools.bench.runs import Run, RunOptions, run_requests
 
 if TYPE_CHECKING:
     from jaxserve.engine.llm import LLM

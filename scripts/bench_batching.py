@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from batching import WAYS, Served, serve
 from instrument import add_engine_flags, explain_errors, make_parser, read_run
 
-from jaxserve.bench.prompts import BenchRequest
-from jaxserve.bench.report import Spread
-from jaxserve.bench.setup import Bench, check_counts, repeat
-from jaxserve.bench.throughput import summarize_times
-from jaxserve.cli.bench_common import DRY_ENGINE, add_defaults
-from jaxserve.cli.flags import read_engine_options
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench.prompts import BenchRequest
+from jaxserve.tools.bench.report import Spread
+from jaxserve.tools.bench.setup import Bench, check_counts, repeat
+from jaxserve.tools.bench.throughput import summarize_times
+from jaxserve.tools.cli.bench_common import DRY_ENGINE, add_defaults
+from jaxserve.tools.cli.flags import read_engine_options
 
 if TYPE_CHECKING:
     import argparse

@@ -18,10 +18,10 @@ from comparison import JAXSERVE, PEERS, Comparison, Participant, compare
 from comparison_report import list_failures, list_notes, make_header, make_rows, make_title, summarize
 from instrument import explain_errors, make_parser, read_run
 
-from jaxserve.bench.datasets import BenchRequest, add_dataset_flags, make_requests, read_dataset_options
-from jaxserve.bench.environment import count_cores
-from jaxserve.bench.setup import check_counts, fill_dry_run
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench.datasets import BenchRequest, add_dataset_flags, make_requests, read_dataset_options
+from jaxserve.tools.bench.environment import count_cores
+from jaxserve.tools.bench.setup import check_counts, fill_dry_run
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _TEXTS = ("demo", "custom", "sharegpt")
@@ -98,8 +98,8 @@ def read_comparison(args: argparse.Namespace) -> Comparison:
     Raises:
         ConfigError: flags are wrong, the model is not here, or a request has no tokens.
     """
+    from jaxserve.core.weights import read_hf_config
     from jaxserve.presets import demo_model_dir
-    from jaxserve.weights import read_hf_config
 
     check_counts(args, rows=1, num_iters=1, **({"threads": 1} if args.threads is not None else {}))
     if not args.peer_timeout > 0:

@@ -22,31 +22,31 @@ import jax.numpy as jnp
 import numpy as np
 from instrument import make_parser, read_run
 
+from jaxserve.core.layers.stack import stack_specs
+from jaxserve.core.models.base import ParamSpec
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.runtime.buckets import BucketTable
+from jaxserve.core.runtime.device_state import make_zeros, row_state_specs
+from jaxserve.core.runtime.inputs import StateShape
+from jaxserve.core.runtime.params import WeightWriter
+from jaxserve.core.runtime.programs import Programs
+from jaxserve.core.runtime.quantizer import WeightQuantizer
+from jaxserve.core.runtime.rows import SampleVariant, list_variants
+from jaxserve.core.runtime.runner import ModelRunner
+from jaxserve.core.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SampleInputs
+from jaxserve.core.runtime.tee import TeeRunner
+from jaxserve.core.sampling import sampler_state_specs
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits
+from jaxserve.core.scheduler.sequence import NOT_KEPT
+from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.thread import tune_garbage_collector
-from jaxserve.layers.stack import stack_specs
-from jaxserve.models.base import ParamSpec
-from jaxserve.models.registry import param_specs, parse_config
-from jaxserve.pages import PageGroup, PageManager
+from jaxserve.families.registry import param_specs, parse_config
+from jaxserve.features.recording.recording import Recording, RecordingFile
 from jaxserve.presets import load_preset
 from jaxserve.request import Request, ServiceTier, Tenant
-from jaxserve.runtime.buckets import BucketTable
-from jaxserve.runtime.device_state import make_zeros, row_state_specs
-from jaxserve.runtime.inputs import StateShape
-from jaxserve.runtime.params import WeightWriter
-from jaxserve.runtime.programs import Programs
-from jaxserve.runtime.quantizer import WeightQuantizer
-from jaxserve.runtime.recording import Recording, RecordingFile
-from jaxserve.runtime.rows import SampleVariant, list_variants
-from jaxserve.runtime.runner import ModelRunner
-from jaxserve.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SampleInputs
-from jaxserve.runtime.tee import TeeRunner
-from jaxserve.sampling import sampler_state_specs
 from jaxserve.sampling_params import OutputKind, SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.scheduler.sequence import NOT_KEPT
 from jaxserve.scheduler_options import SchedulerOptions
-from jaxserve.sharding import DEFAULT_RULES, make_mesh
 
 PRESET = "llama-3.1-8b"
 PAGE_SIZE = 64

@@ -21,7 +21,7 @@ from instrument import Instrument, make_parser, read_run
 from kernel_shapes import POOL_BYTES, Shape, list_shapes, platform_page_size, prepare_dry_run
 from kernel_timing import DRY, FULL, Effort, sample_dense, sample_torch, time_paged
 
-from jaxserve.bench.limits import DeviceLimits, measure_limits
+from jaxserve.tools.bench.limits import DeviceLimits, measure_limits
 from pallas_kernels import AttnShape, KVSpec, resolve_impl
 
 

@@ -19,16 +19,16 @@ from bench_host import PAGE_SIZE, make_null_runner
 from instrument import make_parser, read_run
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.runtime.buckets import BucketTable
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits, StepPlan
 from jaxserve.engine.engine import Engine
-from jaxserve.features import tier_start
-from jaxserve.features.host_tier import HostTierCopies
-from jaxserve.features.page_copies import COPY_PAGES, HostMemory, HostSlots
-from jaxserve.features.tier_start import measure_tier
-from jaxserve.pages import PageGroup, PageManager
+from jaxserve.features.host_tier import start as tier_start
+from jaxserve.features.host_tier.feature import HostTierCopies
+from jaxserve.features.host_tier.page_copies import COPY_PAGES, HostMemory, HostSlots
+from jaxserve.features.host_tier.start import measure_tier
 from jaxserve.request import Request
-from jaxserve.runtime.buckets import BucketTable
 from jaxserve.sampling_params import OutputKind
-from jaxserve.scheduler import Scheduler, SchedulerLimits, StepPlan
 
 _FLOPS, _BYTES, _RATE, _BANDWIDTH = 16e9, 16e9, 500e12, 3.8e12  # an 8B model in bf16: per token, weights; one H200
 

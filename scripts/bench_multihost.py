@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from instrument import make_parser, read_run
 from rich.progress import track
 
+from jaxserve.features.multinode.group import FollowerGroup, LeaderGroup
 from jaxserve.parallel_options import HostOptions
-from jaxserve.runtime.multihost.group import FollowerGroup, LeaderGroup
 
 if TYPE_CHECKING:
     from bench_host import Tee
@@ -46,7 +46,7 @@ def follow(options: HostOptions, processors: set[int]) -> None:
     import queue
 
     os.sched_setaffinity(0, processors)
-    from jaxserve.runtime.multihost.follower import Follower
+    from jaxserve.features.multinode.follower import Follower
 
     group = FollowerGroup.join(options, TOKEN, on_loss=lambda error: None)
     unused: Any = None
@@ -85,8 +85,8 @@ def open_group(count: int, processors: set[int]) -> Iterator[LeaderGroup]:
 
 def tell_followers(group: LeaderGroup) -> Tee:
     """Returns a `Tee` that sends every call to the followers."""
-    from jaxserve.runtime.multihost.leader import Followers
-    from jaxserve.runtime.tee import TeeRunner
+    from jaxserve.core.runtime.tee import TeeRunner
+    from jaxserve.features.multinode.leader import Followers
 
     def tee(runner: Any) -> Any:
         followers = Followers(group)

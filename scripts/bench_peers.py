@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from jaxserve.core.weights.write import write_checkpoint
 from jaxserve.presets import demo_model_dir, list_presets, load_preset
-from jaxserve.weights.write import write_checkpoint
 
 LOADS = {
     "mixed": "--num-prompts 64 --random-input-len 136 --random-output-len 132 --random-range-ratio 0.9 --rows 32",

@@ -55,9 +55,9 @@ def count_programs() -> dict[str, int]:
     import jax
 
     from jaxserve.config import EngineConfig
+    from jaxserve.core.runtime.step_programs import list_programs
     from jaxserve.engine.model_files import locate_model, resolve_model
-    from jaxserve.features import make_shapes
-    from jaxserve.runtime.step_programs import list_programs
+    from jaxserve.features.choose import make_shapes
 
     config = EngineConfig.from_options(model=MODEL)
     model = resolve_model(config, locate_model(config.model, need_weights=False))
@@ -69,9 +69,9 @@ def count_programs() -> dict[str, int]:
 
 def run_load(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the requests of a dataset and returns what was counted meanwhile."""
-    from jaxserve.bench.dataset_options import DatasetOptions
-    from jaxserve.bench.datasets import make_requests
-    from jaxserve.bench.runs import RunOptions, run_requests
+    from jaxserve.tools.bench.dataset_options import DatasetOptions
+    from jaxserve.tools.bench.datasets import make_requests
+    from jaxserve.tools.bench.runs import RunOptions, run_requests
 
     model = llm.ready.shapes.model
     requests = make_requests(
@@ -91,8 +91,8 @@ def run_load(llm: LLM, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure_temporaries(llm: LLM) -> dict[str, float]:
     """Returns what the largest decode program needs beside its arguments, of the bytes of the pages, by attention."""
-    from jaxserve.runtime.arguments import make_compiler
-    from jaxserve.sharding import make_mesh
+    from jaxserve.core.runtime.arguments import make_compiler
+    from jaxserve.core.sharding import make_mesh
 
     ready = llm.ready
     bucket = ready.shapes.buckets.find(ENGINE["max_num_seqs"], ENGINE["max_num_seqs"])

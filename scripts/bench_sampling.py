@@ -23,8 +23,8 @@ import numpy as np
 from instrument import Instrument, make_parser, read_run
 from null_step import NullModel, NullStep, load_model, make_step
 
-from jaxserve.runtime.step import compute_prompt_logprobs, head_params
-from jaxserve.sampling import (
+from jaxserve.core.runtime.step import compute_prompt_logprobs, head_params
+from jaxserve.core.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     RowSetting,

@@ -30,10 +30,10 @@ from bench_server_process import PROGRAM, ServerProcess, read_busy, run_server
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.bench.environment import count_cores
-from jaxserve.bench.load.client import Client
-from jaxserve.bench.load.records import RequestRecord
-from jaxserve.bench.load.target import ENDPOINTS, Target
+from jaxserve.tools.bench.environment import count_cores
+from jaxserve.tools.bench.load.client import Client
+from jaxserve.tools.bench.load.records import RequestRecord
+from jaxserve.tools.bench.load.target import ENDPOINTS, Target
 
 CONTEXT = 1900  # tokens that an answer of the demo model can have
 SETTLE_SECONDS, IDLE_SECONDS = 1.0, 2.0

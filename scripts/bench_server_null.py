@@ -29,13 +29,13 @@ import numpy as np
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import EngineConfig
+from jaxserve.core.runtime import startup
+from jaxserve.core.runtime.buckets import Bucket
+from jaxserve.core.runtime.shapes import Shapes
+from jaxserve.core.runtime.step_counts import StepCounts
+from jaxserve.core.scheduler import StepOutputs, StepPlan
 from jaxserve.engine import build
 from jaxserve.presets import demo_model_dir
-from jaxserve.runtime import startup
-from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.counts import StepCounts
-from jaxserve.runtime.shapes import Shapes
-from jaxserve.scheduler import StepOutputs, StepPlan
 from jaxserve.tokenizers import load_tokenizer
 
 _DRAWN = 1 << 16  # tokens drawn at the start and then repeated

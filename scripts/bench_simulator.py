@@ -19,18 +19,18 @@ from dataclasses import asdict, dataclass
 from bench_host import CONTEXT, PAGE_SIZE, make_null_runner
 from instrument import make_parser, read_run
 
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.runtime.buckets import Bucket, BucketTable
+from jaxserve.core.runtime.rows import SampleVariant
+from jaxserve.core.runtime.runner import ModelRunner, StartedStep
+from jaxserve.core.scheduler import SchedulerLimits
+from jaxserve.core.scheduler.step_plan import StepPlan
 from jaxserve.engine.engine import Engine
-from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request
-from jaxserve.runtime.buckets import Bucket, BucketTable
-from jaxserve.runtime.rows import SampleVariant
-from jaxserve.runtime.runner import ModelRunner, StartedStep
-from jaxserve.scheduler import SchedulerLimits
-from jaxserve.scheduler.plan import StepPlan
-from jaxserve.simulation.calibration import StepWork, fit
-from jaxserve.simulation.device import StepFormula
-from jaxserve.simulation.replica import EngineSpec, TimedScheduler, Timeline, make_request, simulate
-from jaxserve.simulation.report import Distribution, collect_itls
+from jaxserve.tools.simulation.calibration import StepWork, fit
+from jaxserve.tools.simulation.device import StepFormula
+from jaxserve.tools.simulation.replica import EngineSpec, TimedScheduler, Timeline, make_request, simulate
+from jaxserve.tools.simulation.report import Distribution, collect_itls
 
 CLOCKS: dict[str, Callable[[], float]] = {"cpu": time.thread_time, "wall": time.perf_counter}
 ROW_STEP = 4  # the host's time grows with the rows that work, so that sizes are narrow

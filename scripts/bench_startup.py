@@ -18,13 +18,13 @@ from typing import Any
 
 from instrument import Instrument, add_engine_flags, explain_errors, make_parser, read_run
 
-from jaxserve.bench.report import Spread
-from jaxserve.bench.setup import check_counts
-from jaxserve.cli.bench_common import DRY_ENGINE, add_defaults
-from jaxserve.cli.flags import read_engine_options
 from jaxserve.config import EngineConfig
 from jaxserve.engine.progress import show_progress
 from jaxserve.errors import ConfigError, JaxServeError
+from jaxserve.tools.bench.report import Spread
+from jaxserve.tools.bench.setup import check_counts
+from jaxserve.tools.cli.bench_common import DRY_ENGINE, add_defaults
+from jaxserve.tools.cli.flags import read_engine_options
 
 CHILD = Path(__file__).with_name("start_engine.py")
 KINDS = {

@@ -17,12 +17,12 @@ import numpy as np
 from instrument import Instrument, make_parser, read_run
 
 from jaxserve import SamplingParams, StructuredOutputsParams
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits, StepOutputs, StepPlan
+from jaxserve.core.scheduler.sequence import MASK_LATE
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import RequestFactory
-from jaxserve.pages import PageGroup, PageManager
 from jaxserve.presets import demo_model_dir
-from jaxserve.scheduler import Scheduler, SchedulerLimits, StepOutputs, StepPlan
-from jaxserve.scheduler.sequence import MASK_LATE
 from jaxserve.token_automaton import TokenAutomaton
 from jaxserve.tokenizers import load_tokenizer
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from peers.process import PeerError, PeerProcess
 
-from jaxserve.bench.datasets import BenchRequest
 from jaxserve.config import read_client_key, read_environment
 from jaxserve.engine.progress import show_progress
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.tools.bench.datasets import BenchRequest
 
 JAXSERVE = "jaxserve"
 _PROGRAMS = Path(__file__).with_name("peers")

@@ -9,7 +9,7 @@ from typing import Any
 
 from comparison import Agreement, Comparison, Outcome
 
-from jaxserve.bench.report import Spread
+from jaxserve.tools.bench.report import Spread
 
 
 def find_base(outcomes: Sequence[Outcome]) -> Outcome | None:

@@ -16,18 +16,18 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.runtime.arguments import make_compiler
+from jaxserve.core.runtime.buckets import Bucket
+from jaxserve.core.runtime.memory import cache_budget, params_bytes
+from jaxserve.core.runtime.shapes import Shapes
+from jaxserve.core.runtime.startup import estimate_use, plan_pools
+from jaxserve.core.sharding import TENSOR_AXIS, make_mesh
 from jaxserve.engine.draft_files import locate_drafter
 from jaxserve.engine.model_files import ModelFiles, resolve_model
-from jaxserve.features import make_shapes
-from jaxserve.models.registry import param_specs
+from jaxserve.families.registry import param_specs
+from jaxserve.features.bundle.tuned.options import tuned_options
+from jaxserve.features.choose import make_shapes
 from jaxserve.presets import load_preset
-from jaxserve.runtime.arguments import make_compiler
-from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.memory import cache_budget, params_bytes
-from jaxserve.runtime.shapes import Shapes
-from jaxserve.runtime.startup import estimate_use, plan_pools
-from jaxserve.runtime.tuned.options import tuned_options
-from jaxserve.sharding import TENSOR_AXIS, make_mesh
 from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, choose_names, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport

@@ -17,7 +17,7 @@ from rich.console import Console
 from jaxserve.errors import ConfigError, JaxServeError
 
 if TYPE_CHECKING:
-    from jaxserve.models.base import DecoderConfig
+    from jaxserve.core.models.base import DecoderConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,11 +40,11 @@ def convert(source: str, destination: Path, revision: str | None, dtype: str, te
 
     Raises ConfigError or WeightsError naming what cannot be read, converted or written.
     """
+    from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
+    from jaxserve.core.weights import load_safetensors, read_hf_config, resolve_checkpoint, save_params
+    from jaxserve.core.weights.checkpoint import copy_companions
     from jaxserve.engine.progress import show_progress
-    from jaxserve.models.registry import ignored_weights, param_specs, weight_sources
-    from jaxserve.sharding import DEFAULT_RULES, make_mesh
-    from jaxserve.weights import load_safetensors, read_hf_config, resolve_checkpoint, save_params
-    from jaxserve.weights.checkpoint import copy_companions
+    from jaxserve.families.registry import ignored_weights, param_specs, weight_sources
 
     path = resolve_checkpoint(source, revision)
     hf_config = read_hf_config(path)
@@ -68,8 +68,8 @@ def convert(source: str, destination: Path, revision: str | None, dtype: str, te
 
 def parse_model(hf_config: dict[str, Any], tensor_parallel_size: int) -> DecoderConfig:
     """Returns the model on a mesh of this size; ConfigError when KV heads would have to be stored more than once."""
-    from jaxserve.models.decoder import fit_devices
-    from jaxserve.models.registry import parse_config
+    from jaxserve.core.models.decoder import fit_devices
+    from jaxserve.families.registry import parse_config
 
     model = parse_config(hf_config)
     expanded = fit_devices(model, tensor_parallel_size)

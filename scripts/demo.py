@@ -23,11 +23,11 @@ from rich.live import Live
 from rich.table import Table
 
 from jaxserve import LLM, RequestOutput
-from jaxserve.bench.demo_questions import Question, make_questions
-from jaxserve.bench.plots import Line, check_plot_target, draw_lines, save_figure
-from jaxserve.bench.prompts import BenchRequest
-from jaxserve.cli.bench_common import make_table
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench.demo_questions import Question, make_questions
+from jaxserve.tools.bench.plots import Line, check_plot_target, draw_lines, save_figure
+from jaxserve.tools.bench.prompts import BenchRequest
+from jaxserve.tools.cli.bench_common import make_table
 
 ROWS = 32
 ANSWERS_SHOWN = 2  # per skill

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from jaxserve.simulation.traces import TraceRequest, read_trace
+from jaxserve.tools.simulation.traces import TraceRequest, read_trace
 
 TRACES = {
     "azure-chat": "AzureLLMInferenceTrace_conv.csv",

@@ -17,13 +17,13 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxserve.bench.environment import describe_environment
-from jaxserve.bench.report import Report, add_report_flags, list_settings, read_report_paths
-from jaxserve.bench.setup import fill_dry_run
-from jaxserve.cli.bench_common import make_table
-from jaxserve.cli.flags import add_command_options
 from jaxserve.config import EngineConfig
 from jaxserve.errors import JaxServeError
+from jaxserve.tools.bench.environment import describe_environment
+from jaxserve.tools.bench.report import Report, add_report_flags, list_settings, read_report_paths
+from jaxserve.tools.bench.setup import fill_dry_run
+from jaxserve.tools.cli.bench_common import make_table
+from jaxserve.tools.cli.flags import add_command_options
 
 _LOG_WIDTH = 160
 
@@ -87,7 +87,7 @@ def make_parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the model and all options of an engine, which `jaxserve.cli.flags.read_engine_options` reads."""
+    """Adds the model and all options of an engine, which `jaxserve.tools.cli.flags.read_engine_options` reads."""
     parser.usage = f"{parser.prog} [MODEL] [options]"  # argparse would list every flag above each error
     parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
     add_command_options(parser, (EngineConfig,))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_shapes import POOL_BYTES, Shape, make_program
 
-from jaxserve.bench.limits import sample_seconds
+from jaxserve.tools.bench.limits import sample_seconds
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.models.base import DecoderConfig
+from jaxserve.core.runtime.arguments import make_compiler
+from jaxserve.core.runtime.device_state import KVCache, RowState, make_zeros
+from jaxserve.core.runtime.inputs import InputLayout
+from jaxserve.core.runtime.memory import plan_cache
+from jaxserve.core.runtime.shapes import Shapes
+from jaxserve.core.runtime.step_arrays import HiddenStates, SampleInputs
+from jaxserve.core.runtime.step_model import StepModel
+from jaxserve.core.sharding import make_mesh
 from jaxserve.engine.model_files import load_params, locate_model, resolve_model
-from jaxserve.features import make_shapes
-from jaxserve.models.base import DecoderConfig
-from jaxserve.runtime.arguments import make_compiler
-from jaxserve.runtime.device_state import KVCache, RowState, make_zeros
-from jaxserve.runtime.inputs import InputLayout
-from jaxserve.runtime.memory import plan_cache
-from jaxserve.runtime.shapes import Shapes
-from jaxserve.runtime.step_arrays import HiddenStates, SampleInputs
-from jaxserve.runtime.step_model import StepModel
-from jaxserve.sharding import make_mesh
+from jaxserve.features.choose import make_shapes
 from pallas_kernels import backends
 from pallas_kernels.spec import AttnShape, KVSpec
 

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from jaxserve import LLM
-from jaxserve.features.drafter import DrafterHost
-from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.inputs import ON_DEVICE, InputLayout
-from jaxserve.runtime.rows import SAMPLING_FIELDS, SampleVariant
-from jaxserve.runtime.runner import ModelRunner
+from jaxserve.core.runtime.buckets import Bucket
+from jaxserve.core.runtime.inputs import ON_DEVICE, InputLayout
+from jaxserve.core.runtime.rows import SAMPLING_FIELDS, SampleVariant
+from jaxserve.core.runtime.runner import ModelRunner
+from jaxserve.features.speculation.drafter import DrafterHost
 
 POSITION = 150  # tokens that each row has computed
 REPEATS = 200

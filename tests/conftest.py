@@ -20,7 +20,7 @@ register_profiles()
 
 def pytest_sessionstart() -> None:
     """Compiling takes most of the time of tests: also what runs outside of engines is kept."""
-    from jaxserve.runtime.program_cache import enable_persistent_cache
+    from jaxserve.core.runtime.program_cache import enable_persistent_cache
     from pallas_kernels.cpu import library
 
     enable_persistent_cache(PROGRAMS)

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.pages import PageGroup
-from jaxserve.pages.manager import CHUNK_EDGE
-from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.counts import StepCounts
-from jaxserve.scheduler import StepOutputs, StepPlan
-from jaxserve.scheduler.sequence import MASK_LATE
+from jaxserve.core.pages import PageGroup
+from jaxserve.core.pages.manager import CHUNK_EDGE
+from jaxserve.core.runtime.buckets import Bucket
+from jaxserve.core.runtime.step_counts import StepCounts
+from jaxserve.core.scheduler import StepOutputs, StepPlan
+from jaxserve.core.scheduler.sequence import MASK_LATE
 
 
 def next_token(token_ids: Sequence[int], windows: Sequence[int | None], vocab_size: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxserve.weights.reader import open_checkpoint
+from jaxserve.core.weights.reader import open_checkpoint
 
 _NAMES = {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "bfloat16": "BF16", "float16": "F16"}
 _NAMES |= {"float32": "F32", "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64"}

@@ -56,18 +56,18 @@ def test_a_change_reaches_the_rooms_above_it_and_no_others(room: str) -> None:
     ("path", "reached", "spared"),
     [
         (
-            "jaxserve/scheduler/planner.py",
+            "jaxserve/core/scheduler/planner.py",
             "scheduler runtime engine e2e server bench-regression",
             "pages layers models",
         ),
-        ("jaxserve/scheduler/planner.py", "engine-above", "gate-kernels kernels docs sampling structured weights"),
+        ("jaxserve/core/scheduler/planner.py", "engine-above", "gate-kernels kernels docs sampling structured weights"),
         (
             "jaxserve/server/app.py",
             "server deploy-devices cli",
             "engine runtime models models-above weights-above e2e scheduler kernels gate-steps docs",
         ),
         (
-            "jaxserve/models/llama.py",
+            "jaxserve/families/llama.py",
             "models weights runtime e2e gate-steps oldest",
             "layers scheduler kernels gate-kernels",
         ),
@@ -78,7 +78,7 @@ def test_a_change_reaches_the_rooms_above_it_and_no_others(room: str) -> None:
         ),
         ("pallas_kernels/testing/gate_report.py", "kernels gate-kernels gate-steps", "e2e runtime server"),
         ("pallas_kernels/xla.py", "kernels gate-kernels e2e runtime runtime-devices server bench-regression", "docs"),
-        ("tests/pages/test_pool.py", "pages", "scheduler engine e2e server"),
+        ("tests/core/pages/test_pool.py", "pages", "scheduler engine e2e server"),
         ("tests/golden_cases.py", "models-above e2e server", "pages scheduler kernels gate-kernels"),
         ("docs/serving.md", "docs", "e2e server deploy engine kernels"),
         ("README.md", "docs", "e2e server deploy engine kernels"),
@@ -103,7 +103,7 @@ def test_every_test_has_a_target_and_only_one() -> None:
     tests = [path for path in repository.files if re.fullmatch(r"tests/(.*/)?test_\w+\.py", path)]
     assert len(tests) > 200
     assert {path: homes.get(path) for path in tests if len(homes.get(path, [])) != 1} == {
-        path: ["cluster", "hosts"] for path in tests if path.startswith("tests/cluster/")
+        path: ["cluster", "hosts"] for path in tests if path.startswith("tests/tools/cluster/")
     }
 
 
@@ -116,7 +116,7 @@ def test_tests_of_pages_have_the_mark_and_no_others_read_them() -> None:
 
 
 HOUSE = next(target.tests for target in TARGETS if target.name == "house")
-NAMES_A_FOLDER = ("tests/cli/test_prompts.py", "tests/weights/test_checkpoint.py")
+NAMES_A_FOLDER = ("tests/tools/cli/test_prompts.py", "tests/core/weights/test_checkpoint.py")
 
 
 def small() -> Repository:
@@ -124,14 +124,14 @@ def small() -> Repository:
         {
             "pyproject.toml": b"",
             "jaxserve/__init__.py": b'_HOMES = {\n    "LLM": "jaxserve.engine.llm",\n}\n',
-            "jaxserve/pages/pool.py": b"",
+            "jaxserve/core/pages/pool.py": b"",
             "jaxserve/engine/llm.py": b"",
             "jaxserve/server/app.py": b"",
-            "tests/pages/test_pool.py": b"from jaxserve.pages.pool import Pool\nfrom tests.helpers import help\n",
-            "tests/pages/test_engine.py": b'"""See scripts/far.py."""\nfrom jaxserve import LLM\n',
-            "tests/pages/test_all.py": b'command = ["-m", "jaxserve"]\nscript = ROOT / "scripts" / "near.py"\n',
-            "tests/pages/test_gpu.py": b'devices = ("gpu",)\n',
-            "tests/pages/test_page.py": b"pytestmark = pytest.mark." + b"docs\n",
+            "tests/core/pages/test_pool.py": b"from jaxserve.core.pages.pool import Pool\nfrom tests.helpers import help\n",
+            "tests/core/pages/test_engine.py": b'"""See scripts/far.py."""\nfrom jaxserve import LLM\n',
+            "tests/core/pages/test_all.py": b'command = ["-m", "jaxserve"]\nscript = ROOT / "scripts" / "near.py"\n',
+            "tests/core/pages/test_gpu.py": b'devices = ("gpu",)\n',
+            "tests/core/pages/test_page.py": b"pytestmark = pytest.mark." + b"docs\n",
             "tests/helpers.py": b"",
             "scripts/near.py": b"import beside\n",
             "scripts/beside.py": b"",
@@ -141,15 +141,18 @@ def small() -> Repository:
 
 
 def test_inputs_are_what_a_test_imports_names_or_starts() -> None:
-    target = Target("pages", ("tests/pages",), rooms=("jaxserve.pages",))
+    target = Target("pages", ("tests/core/pages",), rooms=("jaxserve.core.pages",))
     pages, above, devices = split_target(target, small(), ("docs",))
-    assert (pages.name, pages.tests) == ("pages", ("tests/pages/test_pool.py",))
-    assert (above.name, above.tests) == ("pages-above", ("tests/pages/test_all.py", "tests/pages/test_engine.py"))
-    assert (devices.name, devices.tests) == ("pages-devices", ("tests/pages/test_gpu.py",))
+    assert (pages.name, pages.tests) == ("pages", ("tests/core/pages/test_pool.py",))
+    assert (above.name, above.tests) == (
+        "pages-above",
+        ("tests/core/pages/test_all.py", "tests/core/pages/test_engine.py"),
+    )
+    assert (devices.name, devices.tests) == ("pages-devices", ("tests/core/pages/test_gpu.py",))
     inputs = find_inputs(pages, small())
-    assert {"jaxserve/pages/pool.py", "tests/helpers.py", "pyproject.toml"} <= inputs
-    assert "jaxserve/engine/llm.py" not in inputs and "tests/pages/test_engine.py" not in inputs
-    (engine,) = [replace(above, tests=("tests/pages/test_engine.py",))]
+    assert {"jaxserve/core/pages/pool.py", "tests/helpers.py", "pyproject.toml"} <= inputs
+    assert "jaxserve/engine/llm.py" not in inputs and "tests/core/pages/test_engine.py" not in inputs
+    (engine,) = [replace(above, tests=("tests/core/pages/test_engine.py",))]
     inputs = find_inputs(engine, small())
     assert "jaxserve/engine/llm.py" in inputs
     assert not {"jaxserve/server/app.py", "scripts/far.py"} & inputs
@@ -160,7 +163,7 @@ def test_inputs_are_what_a_test_imports_names_or_starts() -> None:
 
 @pytest.mark.parametrize("changed", ["content", "command", "machine", "name"])
 def test_a_digest_is_of_everything(changed: str) -> None:
-    path = "jaxserve/pages/pool.py"
+    path = "jaxserve/core/pages/pool.py"
 
     def digest(files: Mapping[str, bytes], machine: str = "one", command: str = "test", name: str = "pages") -> str:
         return make_digest(Target(name), command, files, Repository(files), machine)
@@ -170,7 +173,7 @@ def test_a_digest_is_of_everything(changed: str) -> None:
         "content": lambda: digest({path: b"x = 2\n"}),
         "command": lambda: digest(files, command="test-full"),
         "machine": lambda: digest(files, machine="another"),
-        "name": lambda: digest({"jaxserve/pages/pond.py": b"x = 1\n"}),
+        "name": lambda: digest({"jaxserve/core/pages/pond.py": b"x = 1\n"}),
     }
     assert digest(files) == digest(dict(files)) != other[changed]()
 

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from jaxserve.cli.packages import LOAD_PACKAGES, SERVER_PACKAGES
+from jaxserve.tools.cli.packages import LOAD_PACKAGES, SERVER_PACKAGES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

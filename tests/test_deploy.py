@@ -17,8 +17,6 @@ import httpx
 import pytest
 from packaging.requirements import Requirement
 
-from jaxserve import cli
-from jaxserve.cli.flags import read_flags
 from jaxserve.config import EngineConfig
 from jaxserve.options import list_options
 from jaxserve.server.app import make_admin_api, make_api
@@ -31,6 +29,8 @@ from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.protocol.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from jaxserve.server.server_state import Phase
+from jaxserve.tools import cli
+from jaxserve.tools.cli.flags import read_flags
 from tests.server.conftest import SMALL
 from tests.server.engine_stats import make_stats
 from tests.server.running import run_server

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.cli import main
 from jaxserve.device_kinds import DEVICE_KINDS, find_kind, find_target
 from jaxserve.errors import ConfigError
-from jaxserve.simulation.calibration import DATA_SHEET
+from jaxserve.tools.cli import main
+from jaxserve.tools.simulation.calibration import DATA_SHEET
 from pallas_kernels.targets import TARGETS
 
 

@@ -17,10 +17,10 @@ import jsonschema
 import pytest
 import yaml
 
-from jaxserve import cli
 from jaxserve.parallel_options import HostOptions
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.metrics.exposition import render
+from jaxserve.tools import cli
 from tests.server.engine_stats import make_stats
 from tests.test_deploy import BOUNDS, DEPLOY, ROOT, TIMEOUTS, check_flags, list_endpoints
 

@@ -99,7 +99,7 @@ def test_host_rooms_leave_jax_alone() -> None:
 
 def test_importing_jaxserve_loads_nothing_heavy() -> None:
     assert find_loaded("jaxserve", "jax numpy rich tokenizers flax llguidance") == ""
-    assert find_loaded("jaxserve.layers.norm", "jax numpy") != "", "the check must see what is loaded"
+    assert find_loaded("jaxserve.core.layers.norm", "jax numpy") != "", "the check must see what is loaded"
 
 
 def test_environment_is_read_in_config_only() -> None:

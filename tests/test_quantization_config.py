@@ -8,9 +8,9 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models.quantization.config import _METHODS, _OWN
-from jaxserve.models.quantization.schemes import choose_schemes
-from jaxserve.models.registry import list_schemes, param_specs, parse_config
+from jaxserve.families.registry import list_schemes, param_specs, parse_config
+from jaxserve.features.quantization.config import _METHODS, _OWN
+from jaxserve.features.quantization.schemes import choose_schemes
 from jaxserve.presets import load_preset
 from jaxserve.quantization_config import METHODS, QuantizationConfig, read_quantization_config
 

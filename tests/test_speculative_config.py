@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.runtime.identity import list_chosen_options
 from jaxserve.errors import ConfigError
 from jaxserve.option_flags import read_object
 from jaxserve.options import list_tables, read_options
-from jaxserve.runtime.identity import list_chosen_options
 from jaxserve.speculative_config import METHODS, SpeculativeConfig, read_speculative_config
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}

@@ -7,25 +7,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "jaxserve"
 STEP_PATH = [
-    "runtime/runner.py",
-    "features/page_copies.py",
-    "features/lookup_tokens.py",
-    "features/lookups.py",
-    "features/drafter.py",
-    "features/host_tier.py",
-    "runtime/step.py",
-    "runtime/device_state.py",
+    "core/runtime/runner.py",
+    "features/host_tier/page_copies.py",
+    "features/speculation/lookup_tokens.py",
+    "features/speculation/lookups.py",
+    "features/speculation/drafter.py",
+    "features/host_tier/feature.py",
+    "core/runtime/step.py",
+    "core/runtime/device_state.py",
     "engine/engine.py",
     "engine/output.py",
 ]
 WAITING = {"tolist", "item", "device_get", "block_until_ready", "asarray", "array"}
 ALLOWED = {
-    ("runtime/runner.py", "result"),
-    ("runtime/runner.py", "warm_up"),
-    ("runtime/runner.py", "warm_thread"),
-    ("features/page_copies.py", "_is_ready"),  # of copies that ran beside a step, when its results are taken
-    ("features/page_copies.py", "allocate"),  # as the next, at the start of an engine
-    ("features/page_copies.py", "time_copies"),
+    ("core/runtime/runner.py", "result"),
+    ("core/runtime/runner.py", "warm_up"),
+    ("core/runtime/runner.py", "warm_thread"),
+    ("features/host_tier/page_copies.py", "_is_ready"),  # of copies that ran beside a step, when its results are taken
+    ("features/host_tier/page_copies.py", "allocate"),  # as the next, at the start of an engine
+    ("features/host_tier/page_copies.py", "time_copies"),
 }
 JNP = {"jnp"}  # jnp.asarray makes a device value, it does not fetch one
 
@@ -52,8 +52,8 @@ def test_only_the_future_fetches() -> None:
 
 
 def test_the_rule_sees_what_it_forbids() -> None:
-    assert "runtime/memory.py" not in STEP_PATH
-    assert find_fetches("weights/place.py"), "new weights pass through the host, and the rule must see it there"
+    assert "core/runtime/memory.py" not in STEP_PATH
+    assert find_fetches("core/weights/place.py"), "new weights pass through the host, and the rule must see it there"
 
 
 def test_device_put_stands_once() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import jaxserve
-from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.engine_args import AsyncEngineArgs, EngineArgs
 from jaxserve.errors import ConfigError
 from jaxserve.options import list_options
 from jaxserve.server.options import ServerConfig
+from jaxserve.tools.cli import main
 from jaxserve.vllm_options import OTHER_NAMES, VLLM_OPTIONS, list_vllm_flags, read_vllm_value
 
 # A call of vLLM's LLM with its defaults spelled out, as scripts copy them.

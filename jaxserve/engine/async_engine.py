@@ -9,12 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.scheduler import SchedulerLimits
 from jaxserve.engine.arguments import find_deadline, read_chat_options
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.engine.health import ONE_TOKEN, wait_for_token
-from jaxserve.engine.hosts import end_process
 from jaxserve.engine.inbox import OutputInbox
+from jaxserve.engine.nodes import end_process
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress, hide_progress
 from jaxserve.engine.prompts import Message, Prompt, RequestFactory
 from jaxserve.engine.stats import EngineStats, read_stats
@@ -26,12 +27,11 @@ from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.model_options import DEMO_MODEL
 from jaxserve.request import PRIORITIES, Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import SchedulerLimits
 from jaxserve.vllm_names import check_arguments, refuse_attribute
 
 if TYPE_CHECKING:
+    from jaxserve.core.models.base import DecoderConfig
     from jaxserve.engine.engine import Engine
-    from jaxserve.models.base import DecoderConfig
     from jaxserve.tokenizers import Tokenizer
 
 _LOSS_SECONDS = 1.0  # for readers to be told that another host was lost

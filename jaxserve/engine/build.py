@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxserve.config import EngineConfig, allow_pinned_memory
+from jaxserve.core.pages import PageManager
+from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.cache_dir import make_cache_dir
-from jaxserve.engine.counts import AttentionStats
 from jaxserve.engine.draft_files import DraftFiles, locate_drafter
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine_counts import AttentionStats
 from jaxserve.engine.generation_config import (
     GenerationDefaults,
     read_end_tokens,
     read_generation_defaults,
 )
-from jaxserve.engine.hosts import end_process, lead_hosts, lead_steps, refuse_copies, refuse_with_hosts, resolve_hosts
 from jaxserve.engine.model_files import (
     ModelFiles,
     load_model_tokenizer,
@@ -30,25 +31,31 @@ from jaxserve.engine.model_files import (
     open_update,
     resolve_model,
 )
+from jaxserve.engine.nodes import (
+    end_process,
+    lead_hosts,
+    lead_steps,
+    refuse_copies,
+    refuse_with_hosts,
+    resolve_hosts,
+)
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.errors import ClusterError, ConfigError, TokenizerError
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.pages import PageManager
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
+    from jaxserve.core.runtime.memory import CachePlan
+    from jaxserve.core.runtime.nodes import Hosts
+    from jaxserve.core.runtime.protocol import Runner
+    from jaxserve.core.runtime.runner import ModelRunner
+    from jaxserve.core.runtime.shapes import Shapes
+    from jaxserve.features.multinode.leader import Followers
     from jaxserve.request import RequestOutput
-    from jaxserve.runtime.memory import CachePlan
-    from jaxserve.runtime.multihost.hosts import Hosts
-    from jaxserve.runtime.multihost.leader import Followers
-    from jaxserve.runtime.protocol import Runner
-    from jaxserve.runtime.runner import ModelRunner
-    from jaxserve.runtime.shapes import Shapes
     from jaxserve.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -92,7 +99,7 @@ class ReadyEngine:
 
     def compile_rest(self, progress: ShowProgress) -> Iterator[Callable[[], None]]:
         """Compiles the programs that `only_largest` left out; yields functions that must run between two steps."""
-        from jaxserve.runtime.startup import compile_rest
+        from jaxserve.core.runtime.startup import compile_rest
 
         with progress("Compiling programs") as report:
             note = lambda name, done, total, loaded: report(done, total, name, loaded=loaded)  # noqa: E731
@@ -106,8 +113,8 @@ class ReadyEngine:
 
     def update_weights(self, tree: Any, running: RunningChoice) -> list[RequestOutput]:
         """Swaps the weights while the device is idle; see `LLM.update_weights`."""
-        from jaxserve.models.registry import describe_files, param_specs
-        from jaxserve.weights import CheckpointUpdate, check_update
+        from jaxserve.core.weights import CheckpointUpdate, check_update
+        from jaxserve.families.registry import describe_files, param_specs
 
         if running not in get_args(RunningChoice):
             raise ConfigError(f"must be 'requeue' or 'abort', got {running!r}", field="running", value=running)
@@ -197,8 +204,8 @@ def build_engine(
 
 def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None) -> Engine:
     """Returns the engine whose scheduler plans for a built runner; its steps go to `runner`, which wraps that one."""
-    from jaxserve.features import count_host_pages
-    from jaxserve.runtime.startup import page_groups
+    from jaxserve.core.runtime.startup import page_groups
+    from jaxserve.features.choose import count_host_pages
 
     shapes, options = built.shapes, built.shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
@@ -238,15 +245,15 @@ def build_runner(
         num_pages: the pages of each KV group, in place of a memory plan.
         hosts: those that run this engine together, if there are several. Each calls this function.
     """
-    from jaxserve.features.drafter import Drafter
-    from jaxserve.runtime.bundle.read import Bundle
-    from jaxserve.runtime.memory import GIB
-    from jaxserve.runtime.multihost.hosts import ONE_HOST
-    from jaxserve.runtime.program_cache import enable_persistent_cache
-    from jaxserve.runtime.quantization import describe_weights
-    from jaxserve.runtime.self_test import confirm_kernels
-    from jaxserve.runtime.startup import estimate_use, start_runner
-    from jaxserve.sharding import make_mesh
+    from jaxserve.core.runtime.memory import GIB
+    from jaxserve.core.runtime.nodes import ONE_HOST
+    from jaxserve.core.runtime.program_cache import enable_persistent_cache
+    from jaxserve.core.runtime.self_test import confirm_kernels
+    from jaxserve.core.runtime.startup import estimate_use, start_runner
+    from jaxserve.core.runtime.weight_report import describe_weights
+    from jaxserve.core.sharding import make_mesh
+    from jaxserve.features.bundle.read import Bundle
+    from jaxserve.features.speculation.drafter import Drafter
 
     hosts = hosts or ONE_HOST
     allow_pinned_memory(config.cache.kv_offloading_size)
@@ -309,9 +316,9 @@ def _choose_shapes(
     Raises:
         CapacityError: the device has no room for it.
     """
-    from jaxserve.features import make_shapes
-    from jaxserve.runtime.memory import device_memory_bytes
-    from jaxserve.runtime.startup import require_room
+    from jaxserve.core.runtime.memory import device_memory_bytes
+    from jaxserve.core.runtime.startup import require_room
+    from jaxserve.features.choose import make_shapes
 
     model = resolve_model(config, files, device.device_kind, download=download)
     drafter = locate_drafter(config, files, model)
@@ -323,8 +330,8 @@ def _choose_shapes(
 
 def describe_model_files(files: ModelFiles, shapes: Shapes) -> dict[str, Any]:
     """Returns what the hosts of one engine must have in common before they read weights."""
-    from jaxserve.runtime.identity import describe_model
-    from jaxserve.weights.fingerprint import fingerprint_weights
+    from jaxserve.core.runtime.identity import describe_model
+    from jaxserve.core.weights.fingerprint import fingerprint_weights
 
     reads = files.path is not None and shapes.config.model.load_format != "dummy"
     return {
@@ -336,7 +343,7 @@ def describe_model_files(files: ModelFiles, shapes: Shapes) -> dict[str, Any]:
 
 def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> None:
     """Raises ConfigError where steps could not be recorded, or not be replayed."""
-    from jaxserve.runtime.recording import refuse_target
+    from jaxserve.features.recording.recording import refuse_target
 
     reason = None
     if has_processor:
@@ -350,9 +357,9 @@ def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> 
 
 def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | None, path: Path) -> Runner:
     """Returns `runner`, perhaps that of several hosts, with each call recorded in a new file."""
-    from jaxserve.runtime.identity import describe_engine, digest_params
-    from jaxserve.runtime.recording import Recording, RecordingFile
-    from jaxserve.runtime.tee import TeeRunner
+    from jaxserve.core.runtime.identity import describe_engine, digest_params
+    from jaxserve.core.runtime.tee import TeeRunner
+    from jaxserve.features.recording.recording import Recording, RecordingFile
 
     def digest() -> str:
         if followers is not None:

@@ -12,9 +12,9 @@ from jaxserve.engine.model_files import ModelFiles, resolve_model
 from jaxserve.engine.progress import ShowProgress, hide_progress
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.bundle.devices import BuildDevices
-    from jaxserve.runtime.bundle.manifest import Manifest
-    from jaxserve.runtime.shapes import Shapes
+    from jaxserve.core.runtime.shapes import Shapes
+    from jaxserve.features.bundle.devices import BuildDevices
+    from jaxserve.features.bundle.manifest import Manifest
 
 
 def build_bundle(
@@ -40,15 +40,15 @@ def build_bundle(
         DeviceError: the compiler for the device is not installed.
         CapacityError: the device holds not even one sequence beside the model.
     """
-    from jaxserve.runtime.arguments import make_compiler
-    from jaxserve.runtime.bundle.devices import open_build_devices, refuse_untuned
-    from jaxserve.runtime.bundle.manifest import describe_target
-    from jaxserve.runtime.bundle.write import refuse_target, write_bundle
-    from jaxserve.runtime.memory import cache_budget
-    from jaxserve.runtime.program_cache import disable_persistent_cache
-    from jaxserve.runtime.self_test import confirm_kernels
-    from jaxserve.runtime.startup import list_all_programs, measure_use, plan_pools, require_room
-    from jaxserve.runtime.tuned.options import tuned_options
+    from jaxserve.core.runtime.arguments import make_compiler
+    from jaxserve.core.runtime.memory import cache_budget
+    from jaxserve.core.runtime.program_cache import disable_persistent_cache
+    from jaxserve.core.runtime.self_test import confirm_kernels
+    from jaxserve.core.runtime.startup import list_all_programs, measure_use, plan_pools, require_room
+    from jaxserve.features.bundle.devices import open_build_devices, refuse_untuned
+    from jaxserve.features.bundle.manifest import describe_target
+    from jaxserve.features.bundle.tuned.options import tuned_options
+    from jaxserve.features.bundle.write import refuse_target, write_bundle
 
     refuse_target(folder)
     if not allow_untuned:
@@ -80,7 +80,7 @@ def build_bundle(
 
 
 def _choose_shapes(config: EngineConfig, files: ModelFiles, devices: BuildDevices) -> Shapes:
-    from jaxserve.features import make_shapes
+    from jaxserve.features.choose import make_shapes
 
     device = devices.first
     model = resolve_model(config, files, device.device_kind)

@@ -15,9 +15,9 @@ from jaxserve.presets import demo_head_dir
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxserve.models.base import DecoderConfig
-    from jaxserve.models.drafters import DrafterModel
-    from jaxserve.runtime.shapes import Shapes
+    from jaxserve.core.models.base import DecoderConfig
+    from jaxserve.core.runtime.shapes import Shapes
+    from jaxserve.features.speculation.drafters import DrafterModel
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class DraftFiles:
 
     def fingerprint(self) -> str | None:
         """Returns what tells its weights from others; None if they are random."""
-        from jaxserve.weights.fingerprint import fingerprint_weights
+        from jaxserve.core.weights.fingerprint import fingerprint_weights
 
         return None if self.path is None else fingerprint_weights(self.path)
 
@@ -39,11 +39,11 @@ class DraftFiles:
         Raises:
             WeightsError: a tensor is missing, too much, damaged or of another shape.
         """
-        from jaxserve.layers.stack import stack_params, stack_specs
-        from jaxserve.models.drafters import drafter_param_specs
-        from jaxserve.sharding import DEFAULT_RULES
-        from jaxserve.weights import make_dummy_params
-        from jaxserve.weights.drafters import load_drafter
+        from jaxserve.core.layers.stack import stack_params, stack_specs
+        from jaxserve.core.sharding import DEFAULT_RULES
+        from jaxserve.core.weights import make_dummy_params
+        from jaxserve.features.speculation.drafters import drafter_param_specs
+        from jaxserve.features.speculation.drafters.files import load_drafter
 
         if self.path is None:
             specs = stack_specs(drafter_param_specs(self.model), shapes.stack_mode)
@@ -66,10 +66,10 @@ def locate_drafter(config: EngineConfig, files: ModelFiles, target: DecoderConfi
     Raises:
         ConfigError, WeightsError: it is no drafter, or not one for this model.
     """
-    from jaxserve.models.drafters import expand_drafter_heads
-    from jaxserve.models.drafters.mtp import parse_mtp
-    from jaxserve.speculation import LOOKUP_METHODS
-    from jaxserve.weights.drafters import read_drafter, resolve_drafter
+    from jaxserve.features.speculation import LOOKUP_METHODS
+    from jaxserve.features.speculation.drafters import expand_drafter_heads
+    from jaxserve.features.speculation.drafters.files import read_drafter, resolve_drafter
+    from jaxserve.features.speculation.drafters.mtp import parse_mtp
 
     chosen = config.speculation.speculative_config
     if chosen is None or chosen.method in LOOKUP_METHODS:

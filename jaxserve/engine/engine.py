@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.engine.counts import AttentionStats, EngineCounts
+from jaxserve.core.runtime.protocol import Runner, StartedStep, StepFuture
+from jaxserve.core.scheduler import Commit, Deadlines, Scheduler, Sequence, StepPlan
+from jaxserve.engine.engine_counts import AttentionStats, EngineCounts
 from jaxserve.engine.grammars import MASK_TIMEOUT, GrammarRows
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.output import OutputStream, RequestStream, open_stream
 from jaxserve.engine.prompt_outputs import hand_out_prompts
 from jaxserve.errors import DeadlineError, DeviceStepError, JaxServeError, QueueFullError
 from jaxserve.request import FinishReason, Request, RequestOutput
-from jaxserve.runtime.protocol import Runner, StartedStep, StepFuture
-from jaxserve.scheduler import Commit, Deadlines, Scheduler, Sequence, StepPlan
 
 if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer

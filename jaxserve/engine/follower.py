@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import BuiltRunner, build_runner
 from jaxserve.engine.cache_dir import make_cache_dir
-from jaxserve.engine.hosts import end_process, follow_leader
 from jaxserve.engine.model_files import locate_model, open_update
+from jaxserve.engine.nodes import end_process, follow_leader
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ClusterError
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.multihost.follower import Follower
+    from jaxserve.features.multinode.follower import Follower
 
 
 def run_follower(
@@ -36,9 +36,9 @@ def run_follower(
     Raises:
         ConfigError, DeviceError, WeightsError, CapacityError, ClusterError: name what to change; rank 0 is told.
     """
-    from jaxserve.runtime.identity import digest_params
-    from jaxserve.runtime.multihost.follower import Follower
-    from jaxserve.runtime.multihost.processes import leave_processes
+    from jaxserve.core.runtime.identity import digest_params
+    from jaxserve.features.multinode.follower import Follower
+    from jaxserve.features.multinode.processes import leave_processes
 
     with follow_leader(make_cache_dir(config), on_loss) as (adopted, only_largest, group):
         files = locate_model(adopted.model)
@@ -58,7 +58,7 @@ def run_follower(
 
 def _compile_rest(built: BuiltRunner) -> queue.SimpleQueue[Callable[[], None]]:
     """Compiles the programs that were left out on a thread; returns the changes to make when rank 0 says so."""
-    from jaxserve.runtime.startup import compile_rest
+    from jaxserve.core.runtime.startup import compile_rest
 
     changes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 

@@ -83,7 +83,7 @@ def find_generation_config(options: ModelOptions, path: Path | None) -> dict[str
     Raises:
         ConfigError: the directory has no such file, or the file is malformed.
     """
-    from jaxserve.weights import read_generation_config
+    from jaxserve.core.weights import read_generation_config
 
     if options.generation_config == "vllm":
         return {}

@@ -11,8 +11,8 @@ from jaxserve.errors import GrammarError
 from jaxserve.request import FinishReason
 
 if TYPE_CHECKING:
-    from jaxserve.scheduler import Batch, Sequence, StepPlan
-    from jaxserve.structured import Matcher
+    from jaxserve.core.scheduler import Batch, Sequence, StepPlan
+    from jaxserve.features.grammars import Matcher
 
 MASK_TIMEOUT = 0.02  # seconds that a step waits for masks while its forward runs; rows with late masks do not sample
 _SHORTEST_JUMP = 2  # forced tokens; a mask is as fast for one
@@ -66,7 +66,7 @@ class GrammarRows:
         matcher = self._matchers.get(sequence)
         if matcher is None:
             return len(run), None, None
-        from jaxserve.structured import MatcherError
+        from jaxserve.features.grammars import MatcherError
 
         for count, token_id in enumerate(run, 1):
             try:
@@ -95,7 +95,7 @@ class GrammarRows:
                 matchers[index] = None
         jumps = {index: tokens for index, row in enumerate(rows) if (tokens := _find_jump(row, matchers[index]))}
         if self._pool is None:
-            from jaxserve.structured import MaskPool
+            from jaxserve.features.grammars import MaskPool
 
             self._pool = MaskPool(self._vocab_size)
         drafts = [() if row is None else row.drafts[: width - 1] for row in rows] if width > 1 else ()

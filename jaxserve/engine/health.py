@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from jaxserve.engine.counts import EngineCounts
+from jaxserve.engine.engine_counts import EngineCounts
 from jaxserve.errors import DeadlineError
 from jaxserve.request import RequestOutput
 from jaxserve.sampling_params import SamplingParams

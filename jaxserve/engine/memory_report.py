@@ -7,25 +7,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from jaxserve.core.models.base import DecoderConfig
+from jaxserve.core.runtime.host_memory import host_memory_bytes
+from jaxserve.core.runtime.memory import GIB, CachePlan, DeviceUse, cache_budget, device_memory_bytes
+from jaxserve.core.runtime.shapes import Shapes
+from jaxserve.core.runtime.startup import estimate_use, measure_use, plan_pools, require_room
+from jaxserve.core.runtime.weight_report import describe_weights
+from jaxserve.core.sharding import make_mesh
 from jaxserve.device_kinds import find_kind
 from jaxserve.devices import find_devices
 from jaxserve.errors import CapacityError
-from jaxserve.features import make_shapes
-from jaxserve.features.tier_start import count_slots
-from jaxserve.models.base import DecoderConfig
-from jaxserve.models.drafters import DrafterModel
-from jaxserve.runtime.host_memory import host_memory_bytes
-from jaxserve.runtime.memory import (
-    GIB,
-    CachePlan,
-    DeviceUse,
-    cache_budget,
-    device_memory_bytes,
-)
-from jaxserve.runtime.quantization import describe_weights
-from jaxserve.runtime.shapes import Shapes
-from jaxserve.runtime.startup import estimate_use, measure_use, plan_pools, require_room
-from jaxserve.sharding import make_mesh
+from jaxserve.features.choose import make_shapes
+from jaxserve.features.host_tier.start import count_slots
+from jaxserve.features.speculation.drafters import DrafterModel
 from pallas_kernels.layout import page_bytes
 
 if TYPE_CHECKING:

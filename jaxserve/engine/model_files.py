@@ -21,10 +21,10 @@ from jaxserve.presets import demo_model_dir, load_preset
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxserve.models.base import DecoderConfig
-    from jaxserve.runtime.shapes import Shapes
+    from jaxserve.core.models.base import DecoderConfig
+    from jaxserve.core.runtime.shapes import Shapes
+    from jaxserve.core.weights import CheckpointUpdate
     from jaxserve.tokenizers import Tokenizer
-    from jaxserve.weights import CheckpointUpdate
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ModelFiles:
 
     def find_weights(self) -> Path:
         """Returns the directory with the weights, downloaded if missing. `path` must not be None."""
-        from jaxserve.weights import download_weights
+        from jaxserve.core.weights import download_weights
 
         assert self.path is not None  # locate_model allows presets with dummy weights only
         if self.hub_id is not None:
@@ -60,9 +60,9 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
         DeviceError: the installation of JAX is broken.
     """
     load_jax()
-    from jaxserve.models.hf_config import override_config
-    from jaxserve.models.registry import find_family
-    from jaxserve.weights import read_hf_config, refuse_foreign_folder, resolve_checkpoint
+    from jaxserve.core.models.hf_config import override_config
+    from jaxserve.core.weights import read_hf_config, refuse_foreign_folder, resolve_checkpoint
+    from jaxserve.families.registry import find_family
 
     try:
         Path(options.model).exists()
@@ -89,8 +89,8 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
 
 def read_model(options: ModelOptions, files: ModelFiles, device_kind: str = "") -> DecoderConfig:
     """Returns the model's config in its final dtype and quantization; arguments and ConfigError as `resolve_model`."""
-    from jaxserve.models.quantization.schemes import choose_schemes, require_matches
-    from jaxserve.models.registry import describe_files, list_params, parse_config
+    from jaxserve.families.registry import describe_files, list_params, parse_config
+    from jaxserve.features.quantization.schemes import choose_schemes, require_matches
 
     model = choose_schemes(parse_config(files.hf_config), options.quantization, options.quantization_config)
     if options.quantization_config is not None:
@@ -101,7 +101,7 @@ def read_model(options: ModelOptions, files: ModelFiles, device_kind: str = "") 
 
 def _choose_dtype(model: DecoderConfig, device_kind: str) -> str:
     """Returns the checkpoint's dtype, or on a GPU that would emulate it the one that the model can have there."""
-    from jaxserve.models.registry import FAMILIES
+    from jaxserve.families.registry import FAMILIES
     from pallas_kernels.backends import emulates_bfloat16
 
     if model.dtype != "bfloat16" or not emulates_bfloat16(device_kind):
@@ -127,8 +127,8 @@ def resolve_model(
         ConfigError: names the option or the config.json key that cannot work.
         WeightsError: files with a head beside the embedding are damaged, or the two have different shapes.
     """
-    from jaxserve.models.decoder import fit_devices
-    from jaxserve.weights import untie_head
+    from jaxserve.core.models.decoder import fit_devices
+    from jaxserve.core.weights import untie_head
 
     model = read_model(config.model, files, device_kind)
     max_model_len = config.model.max_model_len
@@ -148,8 +148,8 @@ def resolve_model(
 
 def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> DecoderConfig:
     """Returns the model's config with the checkpoint's scales for an fp8 cache, if it has any."""
-    from jaxserve.models.registry import find_kv_scales
-    from jaxserve.weights import checkpoint_format, read_tensor_shapes
+    from jaxserve.core.weights import checkpoint_format, read_tensor_shapes
+    from jaxserve.families.registry import find_kv_scales
 
     scales = None
     if files.path is not None and config.model.load_format != "dummy" and checkpoint_format(files.path) != "orbax":
@@ -177,12 +177,12 @@ def load_params(
     config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, progress: ShowProgress = hide_progress
 ) -> Any:
     """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random."""
-    from jaxserve.layers.stack import stack_specs
-    from jaxserve.models.registry import describe_files, ignored_weights, param_specs, weight_sources
-    from jaxserve.runtime.params import fill_params
-    from jaxserve.runtime.quantizer import WeightQuantizer
-    from jaxserve.sharding import DEFAULT_RULES
-    from jaxserve.weights import Piece, checkpoint_format, make_dummy_params, stream_params, stream_pieces
+    from jaxserve.core.layers.stack import stack_specs
+    from jaxserve.core.runtime.params import fill_params
+    from jaxserve.core.runtime.quantizer import WeightQuantizer
+    from jaxserve.core.sharding import DEFAULT_RULES
+    from jaxserve.core.weights import Piece, checkpoint_format, make_dummy_params, stream_params, stream_pieces
+    from jaxserve.families.registry import describe_files, ignored_weights, param_specs, weight_sources
 
     specs = param_specs(shapes.model)
     if config.model.load_format == "dummy":
@@ -211,9 +211,9 @@ def load_params(
 
 def open_update(path: str | Path, shapes: Shapes, mesh: Mesh) -> CheckpointUpdate:
     """Returns new weights for a model from the checkpoint directory `path`; WeightsError if it does not hold them."""
-    from jaxserve.models.registry import describe_files, ignored_weights, param_specs, weight_sources
-    from jaxserve.sharding import DEFAULT_RULES
-    from jaxserve.weights import CheckpointUpdate, resolve_checkpoint
+    from jaxserve.core.sharding import DEFAULT_RULES
+    from jaxserve.core.weights import CheckpointUpdate, resolve_checkpoint
+    from jaxserve.families.registry import describe_files, ignored_weights, param_specs, weight_sources
 
     model = describe_files(shapes.model)
     update = CheckpointUpdate(

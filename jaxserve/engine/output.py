@@ -17,7 +17,7 @@ from jaxserve.request import (
 from jaxserve.sampling_params import OutputKind
 
 if TYPE_CHECKING:
-    from jaxserve.scheduler import Sequence
+    from jaxserve.core.scheduler import Sequence
     from jaxserve.tokenizers import DetokenizerStream, Tokenizer, TokenNamer
 
 

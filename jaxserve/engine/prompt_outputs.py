@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jaxserve.core.scheduler import Sequence, StepOutputs, StepPlan
 from jaxserve.engine.output import OutputStream
-from jaxserve.scheduler import Sequence, StepOutputs, StepPlan
 
 
 def hand_out_prompts(

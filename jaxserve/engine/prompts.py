@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from jaxserve.engine.schedule import Schedule, check_schedule
+from jaxserve.engine.request_options import Schedule, check_schedule
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import DEFAULT_TENANT, Request, ServiceTier, Tenant
@@ -23,7 +23,7 @@ from jaxserve.sampling_params import (
 from jaxserve.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from jaxserve.structured import GrammarCompiler
+    from jaxserve.features.grammars import GrammarCompiler
     from jaxserve.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": ..., "content": text}
@@ -204,7 +204,7 @@ class RequestFactory:
 
     def _get_compiler(self, tokenizer: Tokenizer) -> GrammarCompiler:
         if self._grammars is None:
-            from jaxserve.structured import GrammarCompiler
+            from jaxserve.features.grammars import GrammarCompiler
 
             self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size)
         return self._grammars

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxserve.engine.counts import AttentionStats
+from jaxserve.core.runtime.step_counts import STEP_TOKEN_BOUNDS
+from jaxserve.core.scheduler.scheduler_counts import SchedulerCounts
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine_counts import AttentionStats
 from jaxserve.request import ServiceTier
-from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS
-from jaxserve.scheduler.counts import SchedulerCounts
 
 _PACE_WINDOW = 10.0  # seconds with work
 

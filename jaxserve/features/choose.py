@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.models.base import DecoderConfig
+from jaxserve.core.runtime.feature import StepFeature
+from jaxserve.core.runtime.shapes import Shapes
+from jaxserve.core.runtime.sizes import Sizes, make_sizes
 from jaxserve.errors import ConfigError
-from jaxserve.features.drafter import Drafter
-from jaxserve.features.host_tier import HostTier
-from jaxserve.features.lookups import Lookups
-from jaxserve.models.base import DecoderConfig
-from jaxserve.models.drafters import DrafterModel
-from jaxserve.runtime.feature import StepFeature
-from jaxserve.runtime.shapes import Shapes
-from jaxserve.runtime.sizes import Sizes, make_sizes
-from jaxserve.speculation import LOOKUP_METHODS, make_lookup_drafter
+from jaxserve.features.host_tier.feature import HostTier
+from jaxserve.features.speculation import LOOKUP_METHODS, make_lookup_drafter
+from jaxserve.features.speculation.drafter import Drafter
+from jaxserve.features.speculation.drafters import DrafterModel
+from jaxserve.features.speculation.lookups import Lookups
 
 
 def make_shapes(

@@ -24,7 +24,7 @@ from jaxserve.server.logs import configure_logging
 from jaxserve.server.options import ServerConfig
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.multihost.follower import Follower
+    from jaxserve.features.multinode.follower import Follower
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-// Finished answers in which drafts are looked up: the arrays of a corpus, as jaxserve/speculation/corpus.py has them.
+// Finished answers in which drafts are looked up: the arrays of a corpus, as jaxserve/features/speculation/corpus.py has them.
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // Lookups of drafts on CPUs: what followed the last tokens of a row where they occurred before, in the row itself or in
-// finished answers. Drafts are exactly those that jaxserve/speculation works out with XLA, where the rules and the
+// finished answers. Drafts are exactly those that jaxserve/features/speculation works out with XLA, where the rules and the
 // arrays are described. There a row is compared as a whole; here an occurrence ends at its first unequal token.
 //
 // Numbers in the arrays may be anything: they never lead out of an array.

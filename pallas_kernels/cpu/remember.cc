@@ -1,5 +1,5 @@
 // Writes a block of finished answers to the corpus, in place. The corpus is then exactly what
-// jaxserve/speculation/corpus.py makes of it, where the rules are.
+// jaxserve/features/speculation/corpus.py makes of it, where the rules are.
 
 #include <algorithm>
 #include <cstdint>

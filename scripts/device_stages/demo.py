@@ -15,7 +15,7 @@ from pathlib import Path
 from device_stages.items import Context, Item
 from device_stages.results import Line
 from jaxserve import LLM, SamplingParams
-from jaxserve.bench.demo_questions import make_questions
+from jaxserve.tools.bench.demo_questions import make_questions
 
 GOLDEN = Path(__file__).with_name("demo_golden.json")
 QUESTIONS, TINY_QUESTIONS = 24, 3

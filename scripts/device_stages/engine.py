@@ -19,8 +19,8 @@ from device_stages.predictions import predict
 from device_stages.results import Line
 from device_stages.traces import describe_trace
 from jaxserve import SamplingParams
-from jaxserve.bench.batch_sizes import hold_batch, measure_point
-from jaxserve.bench.setup import Bench
+from jaxserve.tools.bench.batch_sizes import hold_batch, measure_point
+from jaxserve.tools.bench.setup import Bench
 
 LOADS = {
     "engine": Load(

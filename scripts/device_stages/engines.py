@@ -12,10 +12,10 @@ import jax
 
 from device_stages.items import Context, NotHereError
 from jaxserve import LLM
-from jaxserve.bench.batch_sizes import SweepSizes, find_misfit
-from jaxserve.bench.limits import ModelCosts, measure_limits
-from jaxserve.bench.setup import Bench
 from jaxserve.presets import load_preset
+from jaxserve.tools.bench.batch_sizes import SweepSizes, find_misfit
+from jaxserve.tools.bench.limits import ModelCosts, measure_limits
+from jaxserve.tools.bench.setup import Bench
 
 PRESET, TINY_PRESET = "llama-3.1-8b", "llama-30m"
 TINY_LAYERS = 2

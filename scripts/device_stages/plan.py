@@ -14,7 +14,7 @@ NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="  # XLA then launches eve
 _CHECKS = {"MOSAIC_GPU_DUMP_PTXAS": "1", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
 
 
-# In the format that `jaxserve.runtime.tuned` keeps, with the texts of computations.
+# In the format that `jaxserve.features.bundle.tuned` keeps, with the texts of computations.
 _KEEP_TUNED = "--xla_gpu_use_new_autotune_cache_format=false --xla_gpu_dump_autotune_results_to={out}/tuned.txtpb"
 
 

@@ -116,7 +116,7 @@ def read_limits(attributes: Iterable[int]) -> list[int]:
 
 
 def measure_rates(context: Context) -> Line:
-    from jaxserve.bench.limits import measure_limits
+    from jaxserve.tools.bench.limits import measure_limits
 
     with context.clocks.watch() as clocks:
         limits = measure_limits()

@@ -15,9 +15,9 @@ import pytest
 from jaxtyping import Array, Int, Int32
 
 from jaxserve import LLM
+from jaxserve.features.speculation import NO_DRAFT, LookupState, row_block_specs, unpack_block
+from jaxserve.features.speculation.history import write_tokens
 from jaxserve.request import Request, RequestOutput
-from jaxserve.speculation import NO_DRAFT, LookupState, row_block_specs, unpack_block
-from jaxserve.speculation.history import write_tokens
 
 MAX_TEXTS = 48
 Outputs = dict[str, RequestOutput]  # by request id

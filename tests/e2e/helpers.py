@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.core.scheduler import StepPlan
 from jaxserve.option_flags import spell_flag
-from jaxserve.scheduler import StepPlan
 from tests.golden_cases import GoldenCase, load_case
 from tests.programs import PROGRAMS, QUICK_ENV
 

@@ -11,13 +11,13 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
-from jaxserve.engine.doctor import list_checks, run_checks
+from jaxserve.core.runtime.self_test import confirm_attention
+from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.engine.metrics import Gauge
 from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.errors import ConfigError, DeviceError
-from jaxserve.features import make_shapes
-from jaxserve.runtime.self_test import confirm_attention
-from jaxserve.runtime.shapes import Shapes
+from jaxserve.features.choose import make_shapes
+from jaxserve.tools.doctor import list_checks, run_checks
 from tests.e2e.helpers import PROGRAMS, generate_ids, greedy, write_tiny_llama
 from tests.pallas_kernels.cpu_kernel import serve_kernel
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli import main
+from jaxserve.tools.cli import main
 from pallas_kernels.cpu import library
 from tests.e2e.helpers import DEMO, list_flags
 

@@ -9,10 +9,10 @@ import pytest
 
 from jaxserve import SamplingParams
 from jaxserve.config import EngineConfig
+from jaxserve.core.runtime.buckets import Bucket
+from jaxserve.core.runtime.rows import SampleVariant
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ConfigError, DeviceStepError
-from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.rows import SampleVariant
 from jaxserve.server.launch import make_state
 from jaxserve.server.options import ServerConfig
 from tests.e2e.helpers import ALL_BUCKETS, generate_ids, greedy, make_llm

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from jaxserve import LLM
-from jaxserve.cli import main
-from jaxserve.engine.determinism import Comparison, compare_neighbourhoods, find_difference
+from jaxserve.core.runtime.rows import SampleVariant
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from jaxserve.runtime.rows import SampleVariant
+from jaxserve.tools.cli import main
+from jaxserve.tools.determinism import Comparison, compare_neighbourhoods, find_difference
 from tests.e2e.helpers import DEMO, list_flags, make_demo, make_llm
 
 

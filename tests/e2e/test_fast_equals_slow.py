@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.models.registry import parse_config
+from jaxserve.families.registry import parse_config
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case

@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.errors import CapacityError, ConfigError
-from jaxserve.features import tier_start
+from jaxserve.features.host_tier import start as tier_start
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm, run_on_devices
 
@@ -145,7 +145,7 @@ def test_the_tier_needs_the_prefix_cache() -> None:
 
 TWO_DEVICES = """
 import json
-from jaxserve.features import tier_start
+from jaxserve.features.host_tier import start as tier_start
 tier_start.refuse_slow_tier = lambda *_: None
 from tests.e2e.test_host_tier import make_tiny, run_turns
 llm = make_tiny("llama_gqa", tensor_parallel_size=2)

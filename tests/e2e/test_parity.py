@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxserve.models.registry import parse_config
+from jaxserve.families.registry import parse_config
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import LogitsRecorder, generate_ids, greedy, make_llm
 from tests.golden_cases import CASES, list_cases_with_legacy_config, load_case
@@ -13,7 +13,7 @@ from tests.golden_cases import CASES, list_cases_with_legacy_config, load_case
 RELATIVE = 1e-4  # of the case's largest logit
 
 
-# One for each path through the engine. CI shows the others to the model functions only: tests/models/test_parity.py.
+# One for each path through the engine. CI shows the others to the model functions only: tests/families/test_parity.py.
 QUICK = ("llama_gqa", "gemma2")
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve.core.runtime.compile import watch_compiles
+from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
+from jaxserve.core.weights import load_safetensors
 from jaxserve.errors import ConfigError, WeightsError
-from jaxserve.models.registry import ignored_weights, param_specs, parse_config, weight_sources
-from jaxserve.runtime.compile import watch_compiles
-from jaxserve.sharding import DEFAULT_RULES, make_mesh
-from jaxserve.weights import load_safetensors
+from jaxserve.families.registry import ignored_weights, param_specs, parse_config, weight_sources
 from tests.e2e.helpers import ROOT, LogitsRecorder, generate_ids, greedy, make_llm, run_on_devices
 from tests.golden_cases import load_case
 from tests.quantized_files import BOTH_SIDES, METHODS, Method, compressed, fp8, write_quantized

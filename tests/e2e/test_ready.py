@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.core.runtime.buckets import Bucket, make_buckets
+from jaxserve.core.runtime.step_programs import list_programs
+from jaxserve.core.scheduler import StepPlan
 from jaxserve.errors import ConfigError, InvalidRequestError, MissingProgramError, NonFiniteLogitsError, WeightsError
 from jaxserve.request import Request
-from jaxserve.runtime.buckets import Bucket, make_buckets
-from jaxserve.runtime.step_programs import list_programs
-from jaxserve.scheduler import StepPlan
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import ALL_BUCKETS, generate_ids, greedy, make_llm
 from tests.golden_cases import load_case

@@ -16,13 +16,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, LogitsProcessor, SamplingParams, StructuredOutputsParams
-from jaxserve.cli import main
 from jaxserve.config import EngineConfig
+from jaxserve.core.runtime.identity import digest_params, find_difference
+from jaxserve.core.scheduler.sequence import MASK_LATE
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.errors import ConfigError
 from jaxserve.presets import demo_model_dir
-from jaxserve.runtime.identity import digest_params, find_difference
-from jaxserve.scheduler.sequence import MASK_LATE
+from jaxserve.tools.cli import main
 from tests.e2e.helpers import PROGRAMS, make_demo, make_llm
 from tests.golden_cases import load_case
 from tests.quantized_files import METHODS, write_quantized
@@ -242,7 +242,7 @@ def test_pools_of_several_groups_and_loops_of_steps_are_those_of_the_recording(
     llm.generate({"prompt_token_ids": prompt}, SamplingParams(seed=1, max_tokens=20), use_tqdm=False)
     assert len(llm.ready.plan.num_pages) > 1
     assert any(call["plan"].get("width", 1) > 1 for call in read_calls(path) if call["call"] == "start")
-    monkeypatch.setattr("jaxserve.runtime.startup._find_budget", lambda *_: 0)  # with which nothing fits
+    monkeypatch.setattr("jaxserve.core.runtime.startup._find_budget", lambda *_: 0)  # with which nothing fits
     status, shown, _ = replay(path, capsys)
     assert status == 0 and "Equal" in shown
 

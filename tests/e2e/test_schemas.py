@@ -18,14 +18,23 @@ from hypothesis import strategies as st
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
 from jaxserve.errors import InvalidRequestError
+from jaxserve.features.grammars import GrammarCompiler
 from jaxserve.presets import demo_model_dir
 from jaxserve.request import CompletionOutput
-from jaxserve.structured import GrammarCompiler
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import make_demo
 from tests.examples import scale_examples
-from tests.structured.schemas import INTEGER, LEAVES, REALISTIC, SCHEMAS, STRING, Schema, make_nested, make_object
-from tests.structured.walks import walk
+from tests.features.grammars.schemas import (
+    INTEGER,
+    LEAVES,
+    REALISTIC,
+    SCHEMAS,
+    STRING,
+    Schema,
+    make_nested,
+    make_object,
+)
+from tests.features.grammars.walks import walk
 
 NUM_DRAWN = 230
 MAX_TOKENS = 256
@@ -292,7 +301,9 @@ def test_texts_that_are_cut_are_beginnings(random_weights: LLM, compiler: Gramma
             check_output(output, each, schema, compiler)
 
 
-UNSUPPORTED: list[tuple[str, Schema]] = [  # the word of the refusal, and a schema; others are in tests/structured
+UNSUPPORTED: list[
+    tuple[str, Schema]
+] = [  # the word of the refusal, and a schema; others are in tests/features/grammars
     *((name, {**ARRAY, name: STRING}) for name in ("contains", "unevaluatedItems")),
     *((name, {**ARRAY, "contains": STRING, name: 1}) for name in ("minContains", "maxContains")),
     *((name, {**OBJECT, name: STRING}) for name in ("propertyNames", "unevaluatedProperties")),

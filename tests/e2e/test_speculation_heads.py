@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.models.registry import parse_config
+from jaxserve.core.runtime.arguments import make_compiler
+from jaxserve.core.sharding import make_mesh
+from jaxserve.families.registry import parse_config
 from jaxserve.request import RequestOutput
-from jaxserve.runtime.arguments import make_compiler
-from jaxserve.sharding import make_mesh
 from pallas_kernels import gather_logical
 from tests.e2e.drafters import Counter, Tally, compare
 from tests.e2e.engines import Engines
@@ -22,9 +22,9 @@ from tests.e2e.test_decode_steps import PROMPTS
 from tests.e2e.test_fast_equals_slow import PARAMS
 from tests.e2e.test_speculation import FEW_PAGES
 from tests.e2e.test_speculation_text import ALWAYS, DEMO_HEAD, FORMS, list_prompts
+from tests.families.naive import make_tensors
+from tests.features.speculation.drafters import HEAD, MIMO, TARGET, make_head, make_mtp, write_files
 from tests.golden_cases import load_case
-from tests.models.drafters import HEAD, MIMO, TARGET, make_head, make_mtp, write_files
-from tests.models.naive import make_tensors
 
 QUESTIONS = [
     "What is a KV cache?",

@@ -14,10 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
-from jaxserve.cli import main
 from jaxserve.engine.grammars import StepMasks
 from jaxserve.presets import demo_head_dir
 from jaxserve.request import RequestOutput
+from jaxserve.tools.cli import main
 from tests.e2e.drafters import Mode, Tally, compare, list_texts, make_scripted, run_scripted, teach
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import PROGRAMS, make_demo

@@ -132,7 +132,7 @@ def follow(llm: LLM, params: list[SamplingParams], monkeypatch: pytest.MonkeyPat
     for has_automata in (False, True):
         with monkeypatch.context() as patch:
             if not has_automata:
-                patch.setattr("jaxserve.structured.compiler._SMALL_KINDS", ())
+                patch.setattr("jaxserve.features.grammars.compiler._SMALL_KINDS", ())
             llm.ready.requests._grammars = None  # it keeps compiled ones
             outputs = llm.generate(["Is it so?"] * len(params), params, use_tqdm=False)
         found.append([completion.token_ids for output in outputs for completion in output.outputs])

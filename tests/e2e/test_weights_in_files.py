@@ -12,15 +12,15 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
+from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
+from jaxserve.core.weights import load_safetensors
+from jaxserve.core.weights.reader import open_checkpoint
 from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.errors import CapacityError, WeightsError
-from jaxserve.models.registry import ignored_weights, param_specs, parse_config, weight_sources
-from jaxserve.sharding import DEFAULT_RULES, make_mesh
-from jaxserve.weights import load_safetensors
-from jaxserve.weights.reader import open_checkpoint
+from jaxserve.families.registry import ignored_weights, param_specs, parse_config, weight_sources
+from tests.core.weights.checkpoints import write_single
 from tests.e2e.helpers import CACHE, SIZES, LogitsRecorder, generate_ids, greedy, make_llm
 from tests.golden_cases import load_case
-from tests.weights.checkpoints import write_single
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.engine import Engine
-from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.scheduler_options import SchedulerOptions
 from tests.fake_device import FakeDevice
 

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
+from jaxserve.core.scheduler import Batch, StepPlan
 from jaxserve.engine.grammars import GrammarRows, StepMasks
-from jaxserve.scheduler import Batch, StepPlan
 
 
 class LateMasks(GrammarRows):

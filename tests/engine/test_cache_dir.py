@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.runtime.sizes import make_sizes
 from jaxserve.engine.cache_dir import make_cache_dir
-from jaxserve.runtime.sizes import make_sizes
 from tests.golden_cases import load_case
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="permissions of POSIX")
@@ -39,10 +39,10 @@ def test_a_new_directory_is_the_users_alone(tmp_path: Path, caplog: pytest.LogCa
 
 def test_kernels_are_not_loaded_from_there_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan` and `doctor` choose kernels without an engine."""
-    from jaxserve.models.registry import parse_config
+    from jaxserve.families.registry import parse_config
 
     loaded: list[Path | None] = []
-    monkeypatch.setattr("jaxserve.runtime.sizes.load_cpu_kernels", loaded.append)
+    monkeypatch.setattr("jaxserve.core.runtime.sizes.load_cpu_kernels", loaded.append)
     model = parse_config(load_case("llama_gqa").config).with_max_model_len(64)
     config = EngineConfig.from_options(compilation_cache_dir=str(tmp_path))
     for mode, expected in ((0o777, None), (0o755, tmp_path)):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.core.pages.manager import CHUNK_EDGE
+from jaxserve.core.pages.prefix import extend_keys
 from jaxserve.engine.engine import Engine
-from jaxserve.pages.manager import CHUNK_EDGE
-from jaxserve.pages.prefix import extend_keys
 from jaxserve.request import Request, ServiceTier
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from tests.engine.helpers import greedy, make_engine, run

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.engine.model_files import ModelFiles, resolve_model
-from jaxserve.features import make_shapes
+from jaxserve.features.choose import make_shapes
 from jaxserve.presets import load_preset
-from jaxserve.runtime.shapes import Shapes
 
 TURING, VOLTA, AMPERE, AMD = "Tesla T4", "Tesla V100-SXM2-16GB", "NVIDIA A10G", "AMD Instinct MI300X"
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits, Sequence
 from jaxserve.engine.engine import Engine
-from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence
 from tests.engine.late_masks import LateMasks
 from tests.fake_device import FakeDevice, continue_alone, make_drafter
 

@@ -11,6 +11,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
+from jaxserve.core.scheduler.committer import _explain
+from jaxserve.core.scheduler.sequence import NO_TOKEN_LEFT
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import (
     CapacityError,
@@ -21,12 +25,8 @@ from jaxserve.errors import (
     NoTokenLeftError,
     QueueFullError,
 )
-from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import DEFAULT_TENANT, FinishReason, Request, RequestOutput, ServiceTier, Tenant
 from jaxserve.sampling_params import OutputKind, SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits, Sequence, SequenceStatus
-from jaxserve.scheduler.committer import _explain
-from jaxserve.scheduler.sequence import NO_TOKEN_LEFT
 from jaxserve.scheduler_options import SchedulerOptions
 from tests.engine.helpers import greedy, make_engine, run
 from tests.engine.late_masks import LateMasks

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine import grammars
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import DeadlineError, GrammarError
-from jaxserve.pages import PageGroup, PageManager
+from jaxserve.features.grammars import MatcherError
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits
-from jaxserve.structured import MatcherError
 from tests.fake_device import FakeDevice, continue_alone, embed_alone
 
 VOCAB, PAGE_SIZE, PROMPT = 1009, 16, tuple(range(3, 50))

@@ -11,12 +11,12 @@ import huggingface_hub
 import pytest
 
 from jaxserve import LLM
-from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.engine.model_files import locate_model
 from jaxserve.errors import ConfigError
 from jaxserve.model_options import ModelOptions
 from jaxserve.presets import load_preset
+from jaxserve.tools.cli import main
 
 LLAMA = load_preset("llama-30m") or {}
 UNQUANTIZED = "are not read; known are fp8"

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.core.runtime.plan_codec import MaskDecoder, MaskEncoder
+from jaxserve.core.scheduler import ChunkWork, StepPlan
+from jaxserve.core.scheduler.sequence import Sequence as Row
 from jaxserve.engine.grammars import GrammarRows, StepMasks
+from jaxserve.features.grammars import Grammar, GrammarCompiler, Matcher, MatcherError
 from jaxserve.presets import demo_model_dir
 from jaxserve.request import FinishReason, Request
-from jaxserve.runtime.plan_codec import MaskDecoder, MaskEncoder
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import ChunkWork, StepPlan
-from jaxserve.scheduler.sequence import Sequence as Row
-from jaxserve.structured import Grammar, GrammarCompiler, Matcher, MatcherError
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers import load_tokenizer
-from tests.structured.walks import read_bits
+from tests.features.grammars.walks import read_bits
 
 WAIT_S, NO_DRAFT, PROMPT = 30.0, -4, (5, 6, 7)
 

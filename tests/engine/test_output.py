@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Commit, Scheduler, SchedulerLimits, StepOutputs, StepPlan
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import StopMatcher
-from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
-from jaxserve.scheduler import Commit, Scheduler, SchedulerLimits, StepOutputs, StepPlan
 from tests.fake_device import FakeDevice, continue_alone
 
 VOCAB = 26

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.runtime.buckets import Bucket
+from jaxserve.core.runtime.step_counts import StepCounts
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits, StepOutputs, StepPlan
 from jaxserve.engine.engine import Engine
-from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import Request
-from jaxserve.runtime.buckets import Bucket
-from jaxserve.runtime.counts import StepCounts
 from jaxserve.sampling_params import OutputKind, SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits, StepOutputs, StepPlan
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 BLOCK = 512  # tokens of a trace's block

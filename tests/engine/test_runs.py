@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.stats import read_rows
 from jaxserve.errors import GrammarError, NonFiniteLogitsError
-from jaxserve.pages import PageGroup, PageManager
+from jaxserve.features.grammars import MatcherError
 from jaxserve.request import CompletionOutput, Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits
 from jaxserve.scheduler_options import SchedulerOptions
-from jaxserve.structured import MatcherError
 from jaxserve.token_automaton import TokenAutomaton
 from tests.engine.test_output import Letters
 from tests.fake_device import FakeDevice, continue_alone

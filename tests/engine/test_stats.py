@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from jaxserve.engine.counts import EngineCounts
+from jaxserve.core.scheduler import StepOutputs, StepPlan
+from jaxserve.engine.engine_counts import EngineCounts
 from jaxserve.engine.metrics import Counter, Vector, list_metrics
 from jaxserve.engine.stats import DraftStats, PoolStats, read_page_map, read_rows, read_stats
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import StepOutputs, StepPlan
 from tests.engine.helpers import greedy, make_engine, run
 from tests.fake_device import FakeStep
 

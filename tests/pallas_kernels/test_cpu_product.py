@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.layers.context import StepContext
-from jaxserve.layers.linear import linear
+from jaxserve.core.layers.context import StepContext
+from jaxserve.core.layers.linear import linear
 from pallas_kernels.cpu import library, product
 from tests.examples import scale_examples
 from tests.pallas_kernels.cpu_library import BUILT

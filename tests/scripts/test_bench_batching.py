@@ -15,8 +15,8 @@ from batching import WAYS, find_closing, pad, serve
 from bench_batching import Workload, make_lengths, measure_cv
 
 from jaxserve import LLM
-from jaxserve.bench.prompts import BenchRequest
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench.prompts import BenchRequest
 from tests.programs import PROGRAMS
 from tests.scripts.test_bench_dry_runs import read_figures
 

@@ -18,8 +18,8 @@ from comparison import Agreement, Comparison, Outcome, Participant, compare, fin
 from comparison_report import list_failures, list_notes, make_rows, summarize
 from peers.process import PeerError, PeerProcess
 
-from jaxserve.bench.datasets import BenchRequest
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench.datasets import BenchRequest
 from tests.programs import PROGRAMS
 from tests.scripts.test_bench_dry_runs import read_figures
 

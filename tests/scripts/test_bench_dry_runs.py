@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from jaxserve.bench.report import read_schema
+from jaxserve.tools.bench.report import read_schema
 from tests.programs import PROGRAMS
 
 pytestmark = pytest.mark.thorough

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from comparison import Comparison, Outcome, Participant, compare
 from peers import protocol
 
-from jaxserve.bench.datasets import BenchRequest
-from tests.bench.fake_server import Script, run_fake_server
+from jaxserve.tools.bench.datasets import BenchRequest
+from tests.tools.bench.fake_server import Script, run_fake_server
 
 pytestmark = pytest.mark.thorough
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve import cli
+from jaxserve.tools import cli
 
 pytestmark = pytest.mark.thorough
 

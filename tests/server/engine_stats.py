@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.engine.counts import AttentionStats
+from jaxserve.core.runtime.step_counts import STEP_TOKEN_BOUNDS
+from jaxserve.engine.engine_counts import AttentionStats
 from jaxserve.engine.stats import DraftStats, EngineStats, HostTierStats, PoolStats, StepTokens
-from jaxserve.runtime.counts import STEP_TOKEN_BOUNDS
 
 
 def make_stats(**changes: Any) -> EngineStats:

@@ -14,11 +14,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from jaxserve import cli
+from jaxserve.core.scheduler import Scheduler, StepOutputs, StepPlan
+from jaxserve.core.scheduler.sequence import NON_FINITE
 from jaxserve.engine import async_engine
 from jaxserve.engine.build import ReadyEngine, build_engine
-from jaxserve.scheduler import Scheduler, StepOutputs, StepPlan
-from jaxserve.scheduler.sequence import NON_FINITE
+from jaxserve.tools import cli
 
 FAIL_START = 9001  # the step is not taken by the device
 FAIL_RESULT = 9002  # it fails on the device

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.scheduler import Commit
 from jaxserve.errors import ConfigError
 from jaxserve.request import RequestMetrics
-from jaxserve.scheduler import Commit
 from jaxserve.server.acceptance import describe_acceptance
 from jaxserve.server.app import make_app
 from jaxserve.server.options import ServerConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from jaxserve.bench.report import read_schema
-from jaxserve.cli import main
+from jaxserve.tools.bench.report import read_schema
+from jaxserve.tools.cli import main
 from tests.server.running import RunningServer
 
 

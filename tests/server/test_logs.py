@@ -20,7 +20,7 @@ from jaxserve.request import ServiceTier, Tenant
 from jaxserve.server.keys import KeyRights
 from jaxserve.server.logs import LogWriter, configure_logging, escape, log_access
 from jaxserve.server.request_context import get_context
-from jaxserve.simulation.traces import read_trace
+from jaxserve.tools.simulation.traces import read_trace
 from tests.server.conftest import keep_loggers
 
 SECRET = "my secret prompt"

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.samples import Sample
 
-from jaxserve.engine.counts import AttentionStats
+from jaxserve.engine.engine_counts import AttentionStats
 from jaxserve.errors import ConfigError, DeviceStepError, NonFiniteLogitsError
 from jaxserve.request import CompletionOutput, Request, RequestMetrics, RequestOutput, ServiceTier, Tenant
 from jaxserve.sampling_params import SamplingParams

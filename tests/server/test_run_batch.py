@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from jaxserve.cli import main
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.errors import ConfigError, EngineStoppedError
@@ -24,6 +23,7 @@ from jaxserve.server import run_batch as batch_module
 from jaxserve.server.batch_files import MAX_LINE, BatchLine, BatchOutput, read_lines, scan_input
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.run_batch import BatchSummary, run_batch
+from jaxserve.tools.cli import main
 from tests.e2e.helpers import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
@@ -307,7 +307,18 @@ def test_killed_at_any_moment_no_line_is_lost_or_doubled(tmp_path: Path, num_kil
     lines: list[Any] = [make_line(f"{at}", prompt=f"{at}:", max_tokens=8, echo=True) for at in range(count)]
     lines[7], lines[300] = "no JSON", make_line("300", prompt="300:", stream=True)
     source, target = write_lines(tmp_path / "in", lines), tmp_path / "out"
-    command = [sys.executable, "-m", "jaxserve.cli", "run-batch", "-i", str(source), "-o", str(target), "demo", *FLAGS]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxserve.tools.cli",
+        "run-batch",
+        "-i",
+        str(source),
+        "-o",
+        str(target),
+        "demo",
+        *FLAGS,
+    ]
     sizes = []
     for _ in range(num_kills):
         kill_at = rng.randrange(1_000, 20_000) + (target.stat().st_size if target.exists() else 0)

@@ -20,8 +20,8 @@ import openai
 import pytest
 import uvicorn
 
-from jaxserve.cli import main
 from jaxserve.server import launch as launch_module
+from jaxserve.tools.cli import main
 from tests.server.conftest import SMALL
 from tests.server.pressure import wait_until
 from tests.server.refusals import KEYLESS, check_refusal

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits, StepPlan
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.engine.logprobs import LogprobReader
 from jaxserve.engine.prompts import RequestFactory
-from jaxserve.pages import PageGroup, PageManager
 from jaxserve.request import RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduler import Scheduler, SchedulerLimits, StepPlan
 from jaxserve.server.answers import AnswerReader
 from jaxserve.server.generation import Account
 from jaxserve.server.logprobs import CompletionTokens, TokenTexts

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.events import ArgumentsDelta, CallBegun, CallEnded, Event, ParserEvent, TextDelta
-from jaxserve.server.tools.formats import (
+from jaxserve.server.tools.call_formats import (
     FORCED_ARRAY,
     HERMES,
     LLAMA3_JSON,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.features.grammars.source import make_source
 from jaxserve.server.tools import ToolSet, read_tools
-from jaxserve.structured.source import make_source
 
 CITY = {
     "type": "object",

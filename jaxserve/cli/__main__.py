@@ -1,7 +1,0 @@
-"""`python -m jaxserve.cli`."""
-
-import sys
-
-from jaxserve.cli import main
-
-sys.exit(main())

@@ -1,0 +1,52 @@
+"""Token embeddings and the output head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.core.layers.context import StepContext
+from jaxserve.core.layers.linear import Leaf, linear
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """`tied`: the head is the embedding matrix. `scale` multiplies embeddings, `logit_scale` logits; `softcap` bounds
+    logits.
+
+    `shard_vocab` is off if the vocabulary does not divide by the mesh: both matrices are then whole on every device.
+    """
+
+    vocab_size: int
+    tied: bool
+    scale: float | None = None
+    logit_scale: float | None = None
+    softcap: float | None = None
+    shard_vocab: bool = True
+
+    @property
+    def head(self) -> str:
+        """The name of the leaf that the head multiplies with."""
+        return "embed" if self.tied else "lm_head"
+
+
+def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+    """Returns rows of the table [V, D], scaled; ids outside the vocabulary (padding only) are clipped."""
+    table = leaf["weight"]
+    rows = table.at[token_ids].get(mode="clip", wrap_negative_indices=False)
+    return rows if config.scale is None else rows * jnp.asarray(config.scale, table.dtype)
+
+
+def project_to_vocab(
+    ctx: StepContext, config: EmbeddingConfig, leaf: Leaf, hidden: Float[Array, "S D"]
+) -> Float[Array, "S V"]:
+    """Returns float32 logits: `hidden` times the table [V, D] (head or tied embedding), scaled and soft-capped.
+
+    Each device computes whole logits of its share of the vocabulary, so nothing is reduced, and `ctx` has no mesh.
+    """
+    logits = linear(ctx, leaf, hidden, transposed=True, dtype=jnp.float32)
+    if config.logit_scale is not None:
+        logits = logits * config.logit_scale
+    return logits if config.softcap is None else jnp.tanh(logits / config.softcap) * config.softcap

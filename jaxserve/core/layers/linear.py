@@ -1,0 +1,73 @@
+"""The one matrix product of every model, and that of heads with a weight each.
+
+Weights are used as they are stored. They have two axes, or three where several products share their input: with more,
+a compiler may choose another layout for them, and copy them in every step to get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.core.layers.context import StepContext
+from jaxserve.core.sharding import DEFAULT_RULES
+from pallas_kernels import QuantizedArray, quantized_matmul
+from pallas_kernels.cpu.product import multiply_few_rows, suits
+
+Leaf = Mapping[str, Any]
+"""The arrays of one projection or norm: `weight`, and `bias` where the model has one.
+
+A quantized weight is the dictionary of a `QuantizedArray`'s fields.
+"""
+
+
+def linear(
+    ctx: StepContext,
+    leaf: Leaf,
+    x: Float[Array, "T in"],
+    *,
+    reduce: bool = False,
+    transposed: bool = False,
+    dtype: jnp.dtype | None = None,
+) -> Float[Array, "*parts T out"]:
+    """Returns `x` times the weight [in, out], plus the bias, in the dtype of `x`.
+
+    A weight [parts, in, out] gives [parts, T, out] in one launch. As one product of [in, parts, out] it is no faster on
+    CPU, and TPU v5e's compiler then copies the weights of all layers into another layout, in each layer.
+
+    Args:
+        reduce: on a mesh the weight is split along `in`; the devices' partial sums are added here.
+        transposed: the weight is [out, in], as a table of embeddings is.
+        dtype: the result's, if not that of `x`.
+    """
+    weight, dtype = leaf["weight"], x.dtype if dtype is None else dtype
+    weight = QuantizedArray(**weight) if isinstance(weight, Mapping) else weight
+    parts = weight.shape[:-2]
+    if isinstance(weight, QuantizedArray):
+        out = quantized_matmul(x, weight, dtype, whole=ctx.mesh is not None, products=ctx.products)
+    elif x.shape[0] <= ctx.few_rows and suits(x, weight, transposed=transposed):
+        out = multiply_few_rows(x, weight, dtype, transposed=transposed)
+    else:
+        batch = tuple(range(len(parts)))
+        numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)
+        out = _multiply(jnp.broadcast_to(x, (*parts, *x.shape)), weight, numbers, dtype)
+    if reduce and ctx.mesh is not None:
+        out = jax.lax.with_sharding_constraint(out, DEFAULT_RULES.sharding(ctx.mesh, (None,) * out.ndim))
+    bias = leaf.get("bias")
+    return out if bias is None else out + (bias[:, None] if parts else bias)
+
+
+def linear_heads(leaf: Leaf, x: Float[Array, "T N in"]) -> Float[Array, "T N out"]:
+    """Returns each head of `x` times a weight of its own, [N, in, out], in the dtype of `x`."""
+    return _multiply(x, leaf["weight"], (((2,), (1,)), ((1,), (0,))), x.dtype).swapaxes(0, 1)
+
+
+def _multiply(x: Array, weight: Array, numbers: lax.DotDimensionNumbers, dtype: jnp.dtype) -> Array:
+    """Returns a product, exact for float32: the default of TPUs and recent GPUs drops most of the mantissa."""
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(x, weight, numbers, precision=precision, preferred_element_type=dtype)

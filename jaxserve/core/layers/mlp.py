@@ -1,0 +1,70 @@
+"""The feed-forward blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.core.layers.activations import ACTIVATIONS, LEARNED
+from jaxserve.core.layers.context import StepContext
+from jaxserve.core.layers.linear import linear
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """gpt-oss's gate * sigmoid(alpha * gate) * (up + 1), where `limit` bounds gate above, and up on both sides."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """`intermediate_size` is F; `activation` a key of ACTIVATIONS, without effect where the gate is `clamped`."""
+
+    intermediate_size: int
+    activation: str
+    bias: bool = False
+    clamped: ClampedGate | None = None
+
+    @property
+    def learned(self) -> Mapping[str, tuple[int, ...]]:
+        """The activation's own parameters: their names in a checkpoint and their shapes there; usually none."""
+        return LEARNED.get(self.activation, {})
+
+
+def gated_mlp(
+    config: MLPConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: StepContext
+) -> Float[Array, "T D"]:
+    """Returns down(apply_gate(gate(x), up(x))) from `gate_up` [2, D, F] and `down` [F, D] (and their biases)."""
+    gate, up = linear(ctx, leaves["gate_up"], x)
+    return linear(ctx, leaves["down"], apply_gate(config, leaves, gate, up), reduce=True)
+
+
+def apply_gate(
+    config: MLPConfig, leaves: Mapping[str, Any], gate: Float[Array, "T F"], up: Float[Array, "T F"]
+) -> Float[Array, "T F"]:
+    """Returns activation(gate) * up, or what a clamped gate makes of both."""
+    if config.clamped is None:
+        return _activate(config, leaves, gate) * up
+    alpha, limit = config.clamped.alpha, config.clamped.limit
+    wide = jnp.minimum(gate.astype(jnp.float32), limit)
+    weighed = wide * jax.nn.sigmoid(alpha * wide)
+    return (weighed * (jnp.clip(up.astype(jnp.float32), -limit, limit) + 1.0)).astype(gate.dtype)
+
+
+def plain_mlp(
+    config: MLPConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: StepContext
+) -> Float[Array, "T D"]:
+    """Returns down(activation(up(x))) from `up` [D, F] and `down` [F, D] (and their biases)."""
+    return linear(ctx, leaves["down"], _activate(config, leaves, linear(ctx, leaves["up"], x)), reduce=True)
+
+
+def _activate(config: MLPConfig, leaves: Mapping[str, Any], x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+    """Returns activation(x); `act` [P], always float32, holds the activation's own parameters if it has any."""
+    return ACTIVATIONS[config.activation](x.astype(jnp.float32), *leaves.get("act", ())).astype(x.dtype)

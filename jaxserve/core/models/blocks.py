@@ -1,0 +1,61 @@
+"""Layers that several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+
+from jaxserve.core.layers.attention import attend
+from jaxserve.core.layers.context import LayerContext
+from jaxserve.core.layers.latent_attention import attend_latent
+from jaxserve.core.layers.moe import feed_forward
+from jaxserve.core.layers.norm import normalize
+from jaxserve.core.models.base import DecoderConfig, LayerKind, Leaves, Stream
+
+
+def pre_norm_layer(
+    config: DecoderConfig,
+    kind: LayerKind,
+    leaves: Leaves,
+    x: Stream,
+    ctx: LayerContext,
+    *,
+    attend: Callable[..., tuple[Stream, jax.Array]] = attend,
+    mlp: Callable[..., Stream] = feed_forward,
+) -> tuple[Stream, jax.Array]:
+    """A norm before each block, as in Llama. With `config.parallel` both blocks read the layer's input."""
+    norm = config.norm
+    attended, pages = attend(kind.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
+    summed = x + attended
+    fed = mlp(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x if config.parallel else summed), ctx)
+    return summed + fed, pages
+
+
+latent_layer = partial(pre_norm_layer, attend=attend_latent)
+"""Latent attention, and a norm before each block, as in DeepSeek-V2."""
+
+
+FeedForward = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], Stream]
+"""A feed-forward block behind its norm."""
+
+
+def feed_normalized(config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext) -> Stream:
+    """The layer's feed-forward block behind `mlp_norm`."""
+    return feed_forward(kind.mlp, leaves, normalize(config.norm, leaves["mlp_norm"], x), ctx)
+
+
+def sandwich_layer(
+    config: DecoderConfig,
+    kind: LayerKind,
+    leaves: Leaves,
+    x: Stream,
+    ctx: LayerContext,
+    feed: FeedForward = feed_normalized,
+) -> tuple[Stream, jax.Array]:
+    """A norm before and one after each block, as in Gemma 2."""
+    norm = config.norm
+    attended, pages = attend(kind.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
+    x = x + normalize(norm, leaves["attn_out_norm"], attended)
+    return x + normalize(norm, leaves["mlp_out_norm"], feed(config, kind, leaves, x, ctx)), pages

@@ -1,0 +1,171 @@
+"""The decoder that every family shares: pure functions of a config, its parameters and one step's tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxserve.core.layers.attention import AttentionConfig
+from jaxserve.core.layers.context import LayerContext
+from jaxserve.core.layers.embedding import embed_tokens, project_to_vocab
+from jaxserve.core.layers.layer_inputs import make_layer_inputs
+from jaxserve.core.layers.moe import MoEConfig
+from jaxserve.core.layers.norm import normalize
+from jaxserve.core.layers.rope import rotary_table
+from jaxserve.core.models.base import DecoderConfig, LayerKind
+from jaxserve.errors import ConfigError
+from jaxserve.families.registry import FAMILIES
+from pallas_kernels.spec import BatchMeta
+
+Pools = tuple[jax.Array, ...]
+"""The KV pools of a model, [num_pages, 2K, page_size, H] each."""
+
+_MAX_DEVICES = 64  # largest tensor parallel size that an error suggests
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Per layer: its first page in its pool, and the index of its KV group. Per KV group: the index of its pool."""
+
+    page_offsets: tuple[int, ...]
+    groups: tuple[int, ...]
+    pools: tuple[int, ...]
+
+    @property
+    def num_pools(self) -> int:
+        """Pools of the model."""
+        return max(self.pools) + 1
+
+    def list_offsets(self, group: int) -> tuple[int, ...]:
+        """Returns the first page of each layer of a KV group that has pages of its own."""
+        pairs = zip(self.page_offsets, self.groups, strict=True)
+        return tuple(dict.fromkeys(first for first, each in pairs if each == group))
+
+
+def forward(
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    token_ids: Int[Array, " T"],
+    pools: Pools,
+    batches: tuple[BatchMeta, ...],  # one per KV group
+    *,
+    layout: CacheLayout,
+    mesh: Mesh | None,
+    aux_layers: tuple[int, ...] = (),
+    only_stores: bool = False,
+) -> tuple[Float[Array, "T D"], Pools, Float[Array, "T AD"] | None]:
+    """Runs all layers over one step's flat tokens, writing their K and V into the pools.
+
+    `params` is a runtime tree (core/layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
+    the residual stream *before* the final norm, the pools and, for a drafter, the residual stream before each layer of
+    `aux_layers` (ascending; the number of layers means after the last), side by side: [T, A * D], None without any.
+    With `only_stores` the last layer computes no more than its keys and values, and the residual stream means nothing.
+    """
+    layer = FAMILIES[config.family].layer
+    x = embed_tokens(config.embedding, params["embed"], token_ids)
+    captured, written = [], list(pools)
+    inputs = make_layer_inputs(config.layer_input_size, config.norm, params.get("layer_inputs"), token_ids, x)
+    ropes = {kind.rope for kind in config.layers} - {None}
+    tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
+    for index, kind in enumerate(config.layers):
+        if index in aux_layers:
+            captured.append(x)
+        group = layout.groups[index]
+        pool = layout.pools[group]
+        ctx = LayerContext(
+            mesh=mesh,
+            products=config.products,
+            few_rows=config.few_rows,
+            rotary=tables.get(kind.rope),
+            batch=batches[group],
+            kv_pages=written[pool],
+            page_offset=layout.page_offsets[index],
+            window=config.windows[index],
+            layer_input=None if inputs is None else inputs[:, index],
+            only_stores=only_stores and index == config.num_layers - 1,
+        )
+        x, written[pool] = layer(config, kind, params["layers"][index], x, ctx)
+    if config.num_layers in aux_layers:
+        captured.append(x)
+    return x, tuple(written), jnp.concatenate(captured, axis=-1) if captured else None
+
+
+def compute_logits(
+    config: DecoderConfig, params: Mapping[str, Any], hidden: Float[Array, "S D"]
+) -> Float[Array, "S V"]:
+    """Returns float32 logits of rows of `forward`'s hidden states: final norm, head (tied or not), soft cap."""
+    normed = normalize(config.norm, params["final_norm"], hidden)
+    return project_to_vocab(config.local, config.embedding, params[config.embedding.head], normed)
+
+
+def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_parallel: bool = False) -> DecoderConfig:
+    """Returns the config whose specs and sources fit a mesh of this size.
+
+    KV heads fewer than devices are repeated, so that each device holds one. If the vocabulary does not divide, the
+    embedding and the head are whole on every device. With `expert_parallel` a device holds whole experts, else a slice
+    of each. If anything else does not divide, ConfigError names sizes that work.
+    """
+    config = dataclasses.replace(config, layers=tuple(_place_experts(kind, expert_parallel) for kind in config.layers))
+    if not _fits(config, tensor_parallel_size):
+        sizes = [size for size in range(1, _MAX_DEVICES + 1) if _fits(config, size)]
+        parts = []
+        for attention in config.attentions:
+            parts += [f"{attention.num_heads} query heads", f"{attention.num_kv_heads} KV heads"]
+        parts = [*dict.fromkeys(parts), *(f"{count} {name}" for name, count in sorted(_list_divisible(config)))]
+        raise ConfigError(
+            f"{tensor_parallel_size} does not fit {', '.join(parts[:-1])} and {parts[-1]}; sizes that work: {sizes}",
+            field="tensor_parallel_size",
+            value=tensor_parallel_size,
+        )
+    config = config.change_attention(partial(_repeat_heads, tensor_parallel_size))
+    shard_vocab = config.vocab_size % tensor_parallel_size == 0
+    embedding = dataclasses.replace(config.embedding, shard_vocab=shard_vocab)
+    quantization = config.quantization
+    if quantization is not None:
+        quantization = dataclasses.replace(quantization, num_devices=tensor_parallel_size)
+    return dataclasses.replace(config, embedding=embedding, quantization=quantization)
+
+
+def _repeat_heads(num_devices: int, attention: AttentionConfig) -> AttentionConfig:
+    repeats = max(num_devices // attention.num_kv_heads, 1)
+    return dataclasses.replace(
+        attention, num_kv_heads=attention.num_kv_heads * repeats, kv_repeats=attention.kv_repeats * repeats
+    )
+
+
+def _place_experts(kind: LayerKind, by_expert: bool) -> LayerKind:
+    if not isinstance(kind.mlp, MoEConfig):
+        return kind
+    return dataclasses.replace(kind, mlp=dataclasses.replace(kind.mlp, by_expert=by_expert))
+
+
+def _fits(config: DecoderConfig, size: int) -> bool:
+    return (
+        size >= 1
+        and all(attention.num_heads % size == 0 for attention in config.attentions)
+        and all(
+            attention.num_kv_heads % size == 0 or size % attention.num_kv_heads == 0 for attention in config.attentions
+        )
+        and all(count % size == 0 for _, count in _list_divisible(config))
+    )
+
+
+def _list_divisible(config: DecoderConfig) -> set[tuple[str, int]]:
+    """Returns what devices share of the feed-forward blocks, in words for users, and how many there are."""
+    found = set()
+    for mlp in {kind.mlp for kind in config.layers}:
+        dense = mlp.shared if isinstance(mlp, MoEConfig) else mlp
+        if dense is not None:
+            found.add(("feed-forward columns", dense.intermediate_size))
+        if isinstance(mlp, MoEConfig):
+            columns = ("columns of an expert", mlp.expert.intermediate_size)
+            found.add(("experts", mlp.router.num_experts) if mlp.by_expert else columns)
+    return found

@@ -1,0 +1,31 @@
+"""The static arguments that the programs of a step share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from jaxserve.core.models.base import DecoderConfig
+from jaxserve.core.models.decoder import CacheLayout
+from jaxserve.core.runtime.feature import StepFeature
+from jaxserve.logits_processor import LogitsProcessor
+from pallas_kernels.spec import AttnShape
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The static arguments of a step: the model, where its pages lie, the devices, the kernels, and the features."""
+
+    config: DecoderConfig
+    layout: CacheLayout
+    shapes: tuple[AttnShape, ...]  # per KV group, on one device
+    mesh: Mesh | None  # None on a single device
+    impl: str
+    processor: LogitsProcessor | None = None
+    features: tuple[StepFeature, ...] = ()
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers whose inputs a feature reads."""
+        return tuple(layer for feature in self.features for layer in feature.aux_layers)

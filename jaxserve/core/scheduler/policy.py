@@ -1,0 +1,173 @@
+"""The planner's policy choices. Each function gets the limits and may read `limits.options` by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from itertools import islice
+
+from jaxserve.core.pages.manager import CHUNK_EDGE
+from jaxserve.core.scheduler.limits import SchedulerLimits
+from jaxserve.core.scheduler.plan_builder import ANY_STEP, PlanBuilder, StepKind
+from jaxserve.core.scheduler.running import Batch
+from jaxserve.core.scheduler.sequence import Sequence, age
+from jaxserve.core.scheduler.step_times import StepTimes
+from jaxserve.core.scheduler.waiting import WaitingQueue
+from jaxserve.request import ServiceTier
+
+# Decoding rows and prompts in steps of their own. In the steps of decoding rows every row has one token.
+_SEPARATE_KINDS = StepKind(0, range(2, sys.maxsize)), StepKind(None, range(1, 2))
+
+
+def list_kinds(limits: SchedulerLimits) -> tuple[StepKind, ...]:
+    """Returns the kinds of steps, which take turns."""
+    return _SEPARATE_KINDS if limits.options.deterministic else (ANY_STEP,)
+
+
+def count_work(limits: SchedulerLimits, sequence: Sequence, start: int) -> int:
+    """Returns how many tokens from position `start` may be one chunk: all that are known.
+
+    Where bits count, a token's kind of step must depend on its position alone: tokens of the answer are computed one by
+    one, even if they are known, and so is a prompt's last token if it begins a cell of the grid of chunks.
+    """
+    end = len(sequence.token_ids)
+    if limits.options.deterministic:
+        end = min(end, sequence.num_prompt_tokens)
+        if start < end - 1 and (end - 1) % CHUNK_EDGE == 0:
+            end -= 1
+        end = max(end, start + 1)
+    return end - start
+
+
+def count_need(limits: SchedulerLimits, sequence: Sequence) -> int:
+    """Returns how many tokens must have room in the pool before a sequence is admitted."""
+    if limits.options.deterministic:
+        return sequence.max_num_tokens
+    return count_slots(limits, sequence, len(sequence.token_ids))
+
+
+def count_slots(limits: SchedulerLimits, sequence: Sequence, end: int) -> int:
+    """Returns how many tokens must have room for a step that computes those before `end` and samples.
+
+    A drafter writes behind them, but never past the last token that is computed.
+    """
+    return end + max(0, min(limits.num_lookahead_tokens, sequence.max_num_tokens - 1 - end))
+
+
+def list_promised(limits: SchedulerLimits, batch: Batch) -> Iterable[Sequence]:
+    """Returns the running sequences that may still lack pages for what `count_need` counts."""
+    return (*batch.decoding, *batch.prefilling) if limits.options.deterministic else batch.prefilling
+
+
+def choose_victim(limits: SchedulerLimits, batch: Batch) -> Sequence:
+    """Returns the sequence to preempt when pages run out: the youngest, so that the oldest always progresses."""
+    return max((*batch.decoding[-1:], *batch.prefilling[-1:]), key=age)
+
+
+def can_yield(limits: SchedulerLimits, running: Sequence) -> bool:
+    """Returns whether there can be anyone to whom a running sequence must yield."""
+    if limits.options.deterministic:
+        return False  # its answer would be computed again, token by token
+    may_differ = limits.options.priority_scheduling_preemption_threshold is not None
+    return may_differ or running.request.service_tier == ServiceTier.FLEX
+
+
+def must_yield(limits: SchedulerLimits, running: Sequence, waiting: Sequence) -> bool:
+    """Returns whether a running sequence loses its row when a waiting one needs it.
+
+    The tier flex yields to the others. Within a tier, `priority_scheduling_preemption_threshold` decides.
+    """
+    (tier, priority), (waiting_tier, waiting_priority) = running.request.rank, waiting.request.rank
+    if tier != waiting_tier:
+        return tier == ServiceTier.FLEX and waiting_tier < tier
+    threshold = limits.options.priority_scheduling_preemption_threshold
+    return threshold is not None and priority - waiting_priority >= threshold
+
+
+def find_step_limit(limits: SchedulerLimits, batch: Batch) -> float | None:
+    """Returns the seconds that the next step may take; None: any time, as no row of the tier priority decodes."""
+    limit = limits.options.priority_itl_ms
+    if limit is None or not batch.decoding or batch.decoding[0].request.service_tier != ServiceTier.PRIORITY:
+        return None
+    return limit / 1000
+
+
+def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue, times: StepTimes) -> int:
+    """Returns the token budget of the next step: `max_num_batched_tokens` where padding is cheap.
+
+    Otherwise it is the padded size just above or just below the wanted tokens, whichever is nearer: the smaller defers
+    tokens, the larger pads them. While steps have a limit of time, larger ones than it allows do not count.
+    """
+    most, sizes = limits.max_num_batched_tokens, limits.token_sizes
+    step_limit = find_step_limit(limits, batch)
+    if step_limit is not None and sizes:
+        sizes = sizes[: _count_fitting(sizes, times, step_limit)]
+        most = min(most, sizes[-1])
+    if not sizes or limits.pads_cheaply:
+        return most
+    wanted = len(batch.decoding)
+    for sequence in batch.prefilling:
+        wanted += len(sequence.token_ids) - sequence.num_computed_tokens
+    for sequence in islice(waiting, limits.max_num_seqs - len(batch)):
+        if wanted >= most:
+            break
+        wanted += len(sequence.token_ids)  # too many if its prefix is cached, which only makes the size suboptimal
+    larger = next((size for size in sizes if size >= wanted), sizes[-1])
+    smaller = max((size for size in sizes if size < wanted), default=larger)
+    return min(most, smaller if larger - wanted > wanted - smaller else larger)
+
+
+def _count_fitting(sizes: tuple[int, ...], times: StepTimes, step_limit: float) -> int:
+    """Returns how many sizes to choose from: those within the limit and one untried; at least the smallest."""
+    for count, size in enumerate(sizes):
+        seconds = times.estimate(size)
+        if seconds > step_limit:
+            return max(count, 1)
+        if seconds == 0:
+            return count + 1
+    return len(sizes)
+
+
+def choose_width(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) -> int:
+    """Returns how many tokens each decoding row computes in the next step.
+
+    Several, if `max_decode_steps` says so, while few rows decode, no prompt is computed or waits, nothing limits the
+    time of a step, and no row needs the host after each token.
+    """
+    width, num_rows = limits.options.max_decode_steps, len(batch.decoding)
+    if width == 1 or waiting or batch.prefilling or num_rows > limits.loop_rows:
+        return 1
+    if num_rows * width > limits.max_num_batched_tokens or find_step_limit(limits, batch) is not None:
+        return 1
+    return 1 if any(sequence.needs_each_step for sequence in batch.decoding) else width
+
+
+def may_admit(limits: SchedulerLimits, batch: Batch, sequence: Sequence, times: StepTimes) -> bool:
+    """Returns whether one more row keeps to the limit of a step's time; those of the tier priority always may."""
+    step_limit = find_step_limit(limits, batch)
+    if step_limit is None or sequence.request.service_tier == ServiceTier.PRIORITY:
+        return True
+    least = times.estimate(limits.token_sizes[0]) if limits.token_sizes else 0
+    return max(least, times.estimate_decode(len(batch) + 1)) <= step_limit
+
+
+def choose_share(limits: SchedulerLimits, builder: PlanBuilder, start: int, work: int) -> int:
+    """Returns how many of the `work` tokens of a prompt to compute before others had their share; 0: none now."""
+    options, most = limits.options, limits.long_prefill_tokens
+    most_long, most_partial = options.max_long_partial_prefills, options.max_num_partial_prefills
+    if most_long is not None and work > most and builder.count_partial(most) >= most_long:
+        return 0
+    length = choose_chunk(limits, start, work, min(builder.budget, most), builder.kind.lengths)
+    if most_partial is not None and length < work and builder.count_partial() >= most_partial:
+        return 0
+    return length
+
+
+def choose_chunk(limits: SchedulerLimits, start: int, work: int, budget: int, lengths: range = ANY_STEP.lengths) -> int:
+    """Returns how many of the `work` tokens from position `start` to compute now.
+
+    0: the budget reaches no edge, or the step takes no such length. An unfinished chunk ends on a multiple of
+    CHUNK_EDGE: kernels then write whole tiles, and cached prefixes align.
+    """
+    length = work if work <= budget else (start + budget) // CHUNK_EDGE * CHUNK_EDGE - start
+    return length if length in lengths else 0

@@ -1,0 +1,113 @@
+"""The queue of sequences that wait for a row."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from heapq import merge
+
+from jaxserve.core.scheduler.fairness import ArrivalOrder, TurnOrder
+from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus, age
+from jaxserve.request import Rank
+
+
+@dataclass(slots=True)
+class TenantLoad:
+    """What waits of one tenant."""
+
+    num_waiting: int = 0  # sequences in the queue
+    num_new: int = 0  # sequences that were never admitted
+    num_new_tokens: int = 0  # prompt tokens of never-admitted requests, once per request
+
+
+class WaitingQueue:
+    """Waiting sequences by `age`: a preempted sequence precedes those of its rank that arrived later.
+
+    Siblings of a request's first sequence are counted from the start, but queued once the prompt is computed.
+
+    Args:
+        is_ready: tells of a sequence whether it can be next; those behind it go first until then.
+    """
+
+    def __init__(
+        self, turns: TurnOrder | None = None, is_ready: Callable[[Sequence], bool] = lambda sequence: True
+    ) -> None:
+        self.num_new = 0  # sequences that were never admitted
+        self.num_new_tokens = 0  # prompt tokens of never-admitted requests, once per request
+        self.by_tenant: defaultdict[str, TenantLoad] = defaultdict(TenantLoad)  # by tenant's name
+        self._turns = turns if turns is not None else ArrivalOrder()
+        self._is_ready = is_ready
+        self._lanes: dict[str, deque[Sequence]] = {}
+
+    def __len__(self) -> int:
+        """Safe from any thread."""
+        return sum(map(len, list(self._lanes.values())))  # a list: another thread may add a lane meanwhile
+
+    def __bool__(self) -> bool:
+        return any(self._lanes.values())
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return merge(*self._lanes.values(), key=age)
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return merge(*map(reversed, self._lanes.values()), key=age, reverse=True)
+
+    @property
+    def worst_rank(self) -> Rank | None:
+        """The worst rank in the queue; None if it is empty. Safe from any thread."""
+        try:
+            return max((lane[-1].request.rank for lane in list(self._lanes.values()) if lane), default=None)
+        except IndexError:  # the lane has become empty
+            return None
+
+    @property
+    def first(self) -> Sequence | None:
+        """The sequence that gets the next row; None if no sequence is ready for one."""
+        ready = (next(filter(self._is_ready, lane), None) for lane in self._lanes.values())
+        heads = [head for head in ready if head is not None]
+        return self._turns.choose(heads) if heads else None
+
+    def enter(self, sequences: List[Sequence]) -> None:
+        """Counts all sequences of a new request and queues the first."""
+        self._count(sequences[0], len(sequences), sequences[0].num_prompt_tokens)
+        self.push(sequences[0])
+
+    def push(self, sequence: Sequence) -> None:
+        """Queues a sequence that is already counted or has run before."""
+        self.by_tenant[sequence.request.tenant.name].num_waiting += 1
+        name = self._turns.find_lane(sequence)
+        lane = self._lanes.setdefault(name, deque())
+        if not lane:
+            self._turns.enter(name, (other for other, those in self._lanes.items() if those))
+        if not lane or age(lane[-1]) < age(sequence):
+            lane.append(sequence)
+        else:
+            insort(lane, sequence, key=age)
+
+    def push_siblings(self, first: Sequence) -> None:
+        """Queues the other sequences of a request once the prompt is computed, or `first` has ended."""
+        siblings, first.siblings = first.siblings, []
+        for sequence in siblings:
+            if sequence.status is SequenceStatus.WAITING:
+                self.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence that is admitted, or ends before; an unqueued sibling is only uncounted."""
+        self._uncount(sequence)
+        lane = self._lanes.get(self._turns.find_lane(sequence), deque())
+        place = bisect_left(lane, age(sequence), key=age)
+        if place < len(lane) and lane[place] is sequence:
+            del lane[place]
+            self.by_tenant[sequence.request.tenant.name].num_waiting -= 1
+
+    def _uncount(self, sequence: Sequence) -> None:
+        if sequence.status is SequenceStatus.WAITING:
+            self._count(sequence, -1, -sequence.num_prompt_tokens if sequence.index == 0 else 0)
+
+    def _count(self, sequence: Sequence, num_sequences: int, num_tokens: int) -> None:
+        for load in (self, self.by_tenant[sequence.request.tenant.name]):
+            load.num_new += num_sequences
+            load.num_new_tokens += num_tokens

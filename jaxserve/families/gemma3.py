@@ -1,0 +1,115 @@
+"""Gemma 3 text: five windowed layers for each global one, a rotary base for each kind, and norms on the heads.
+
+Of multimodal checkpoints ("gemma3") only the language model is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxserve.core.layers.attention import AttentionConfig
+from jaxserve.core.models.base import DecoderConfig, Family, LayerKind, Trunk
+from jaxserve.core.models.blocks import sandwich_layer
+from jaxserve.core.models.common import (
+    alternate_layer_types,
+    build_config,
+    omit,
+    read_attention,
+    read_layer_types,
+    read_mlp,
+    read_norm,
+    read_num_layers,
+    read_typed_ropes,
+    window_layers,
+)
+from jaxserve.core.models.hf_config import REQUIRED, HFConfig
+from jaxserve.errors import ConfigError
+from jaxserve.families import gemma2
+from jaxserve.families.gemma2 import IGNORED_KEYS, list_layer_params
+
+KEYS = omit(gemma2.KEYS, "original_max_position_embeddings") | {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+
+MULTIMODAL_KEYS: dict[str, object] = {
+    "text_config": REQUIRED,
+    "tie_word_embeddings": None,
+    "eos_token_id": None,
+    "dtype": None,
+    "torch_dtype": None,
+}
+
+
+def parse(config: HFConfig) -> DecoderConfig:
+    """Reads the config.json of a Gemma 3 text model."""
+    config.require_off("attn_logit_softcapping")  # the reference accepts a value and does not apply it
+    bias = config.flag("attention_bias")
+    scale = config.number("query_pre_attn_scalar") ** -0.5
+    attention = read_attention(config, scale=scale, qkv_bias=bias, out_bias=bias, qk_norm="shared")
+    return build_config(
+        config,
+        "gemma3_text",
+        layers=_read_layers(config, attention),
+        norm=read_norm(config, unit_offset=True, wide=True),
+        embed_scale=config.integer("hidden_size") ** 0.5,
+        final_softcap=config.optional_number("final_logit_softcapping"),
+    )
+
+
+def parse_multimodal(config: HFConfig) -> DecoderConfig:
+    """Reads `text_config`."""
+    return replace(parse(HFConfig(read_text_config(config, "gemma3_text"), KEYS, IGNORED_KEYS)), family="gemma3")
+
+
+def read_text_config(config: HFConfig, model_type: str) -> dict[str, object]:
+    """Returns `text_config`; keys that the outer object has as well override it."""
+    text = config.mapping("text_config")
+    if text.get("model_type", model_type) != model_type:
+        raise ConfigError(f"only {model_type} is supported", field="text_config.model_type", value=text["model_type"])
+    outer = {key: config.get(key) for key in MULTIMODAL_KEYS if key != "text_config"}
+    return text | {key: value for key, value in outer.items() if value is not None}
+
+
+def _read_layers(config: HFConfig, attention: AttentionConfig) -> tuple[LayerKind, ...]:
+    ropes = read_typed_ropes(config, attention.head_dim, sliding_theta="rope_local_base_freq")
+    period = config.integer("sliding_window_pattern")
+    types = read_layer_types(config, alternate_layer_types(read_num_layers(config), period))
+    mlp = read_mlp(config, activation_key="hidden_activation")
+    return window_layers(attention, types, config.optional_integer("sliding_window"), mlp, *ropes)
+
+
+FAMILY = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    KEYS,
+    parse,
+    sandwich_layer,
+    list_layer_params,
+    ignored_keys=IGNORED_KEYS,
+    fits_float16=False,
+)
+
+MULTIMODAL_FAMILY = Family(
+    "gemma3",
+    "Gemma3ForConditionalGeneration",
+    MULTIMODAL_KEYS,
+    parse_multimodal,
+    sandwich_layer,
+    list_layer_params,
+    ignored_keys=(
+        "vision_config",
+        "mm_tokens_per_image",
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+    ),
+    trunk=Trunk().below("language_model"),
+    ignored_weights=(r"vision_tower\..*", r"multi_modal_projector\..*"),
+    fits_float16=False,
+)

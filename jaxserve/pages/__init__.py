@@ -1,6 +1,0 @@
-"""KV pages: ownership, reuse and the prefix index. Host only: page ids, never arrays."""
-
-from jaxserve.pages.manager import PageGroup, PageManager
-from jaxserve.pages.pool import NULL_PAGE, PagePool
-
-__all__ = ["NULL_PAGE", "PageGroup", "PageManager", "PagePool"]

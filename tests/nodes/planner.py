@@ -1,0 +1,37 @@
+"""Rank 0 as a Python program: answers, and answers again after each change of weights. Prints the tokens as JSON.
+
+python tests/nodes/planner.py OPTIONS PROMPTS CHECKPOINT...    (the first two are JSON)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from jaxserve import LLM, SamplingParams
+    from tests.nodes.strict import refuse_collectives
+
+    options, prompts, checkpoints = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
+    refuse_collectives()
+    params = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=1, seed=7, max_tokens=60, ignore_eos=True),
+    ]
+
+    def answer(llm: LLM) -> list[Any]:
+        """Token ids of each prompt with each of the parameters."""
+        requests = [(prompt, each) for prompt in prompts for each in params]
+        outputs = llm.generate([prompt for prompt, _ in requests], [each for _, each in requests])
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    llm = LLM(**options)
+    found = [answer(llm)]
+    compiles = llm.ready.runner.num_compiles
+    for checkpoint in checkpoints:
+        llm.update_weights(checkpoint)
+        found.append(answer(llm))
+    print("FOUND " + json.dumps({"ids": found, "compiles": llm.ready.runner.num_compiles - compiles}))

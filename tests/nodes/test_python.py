@@ -1,0 +1,77 @@
+"""Rank 0 as a Python program: new weights on all hosts, drafts, and a recording that one process replays."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.nodes.hosts import ROOT, TOKEN, end, find_ports, launch
+from tests.programs import PROGRAMS
+
+DEMO = ROOT / "jaxserve" / "demo"
+PROMPTS = ["What is a cache?", "one two three one two three one two"]
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 1}
+SIZES = {"dtype": "float32", "max_num_seqs": 1, "max_num_batched_tokens": 40, "max_model_len": 128}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with other weights."""
+    folder = tmp_path_factory.mktemp("changed")
+    for path in DEMO.iterdir():
+        if path.is_file() and path.suffix != ".safetensors":
+            (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(DEMO / "model.safetensors")
+    smaller = {name: (tensor.astype(np.float32) * 0.9).astype(tensor.dtype) for name, tensor in tensors.items()}
+    save_file(smaller, folder / "model.safetensors")
+    return folder
+
+
+def run_planner(devices: int, checkpoints: list[Path], **options: Any) -> dict[str, Any]:
+    """Runs `planner.py` on some CPU devices; returns what it found."""
+    options = {"model": str(DEMO), "tensor_parallel_size": 4, "compile": "all", **SIZES, **options}
+    options["compilation_cache_dir"] = str(PROGRAMS)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    environment["JAXSERVE_CLUSTER_TOKEN"] = TOKEN
+    command = [sys.executable, str(ROOT / "tests/nodes/planner.py"), json.dumps(options), json.dumps(PROMPTS)]
+    command += map(str, checkpoints)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert done.returncode == 0 and lines, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+    return found
+
+
+def run_hosts(checkpoints: list[Path], **options: Any) -> dict[str, Any]:
+    """The same with two hosts, the second of which needs only to know where the first is."""
+    master, _ = find_ports(2)
+    other = launch(str(DEMO), "--nnodes", "2", "--node-rank", "1", "--master-port", str(master), port=master, devices=2)
+    try:
+        found = run_planner(2, checkpoints, nnodes=2, master_port=master, **options)
+        assert other.process.wait(30) == 0, other.log
+        return found
+    finally:
+        end([other])
+
+
+def test_new_weights_drafts_and_a_recording(changed: Path, tmp_path: Path) -> None:
+    recording, checkpoints = tmp_path / "steps.jsonl", [changed, DEMO]
+    found = run_hosts(checkpoints, speculative_config=DRAFTS, record_steps=str(recording))
+    plain = run_planner(4, checkpoints)
+    assert found == plain, "tokens depend neither on hosts nor on drafts, and nothing compiles"
+    first, after, again = found["ids"]
+    assert first == again != after and found["compiles"] == 0
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    command = [sys.executable, "-m", "jaxserve", "replay", str(recording), "--compilation-cache-dir", str(PROGRAMS)]
+    command += [part for checkpoint in checkpoints for part in ("--weights", str(checkpoint))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Equal: every token id" in done.stdout
