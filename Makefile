@@ -7,9 +7,9 @@ RAY := .venv-ray
 RUN := $(VENV)/bin/python
 OLDEST_JAX := 0.11.2
 # One smoke of each room that an older jax can change: docs/testing.md.
-OLDEST_TESTS := $(addprefix tests/,test_devices.py runtime/test_compile.py layers/test_stack.py)
-OLDEST_TESTS += $(addprefix tests/,models/test_parity.py::test_chunks_and_padding_change_nothing)
-OLDEST_TESTS += $(addprefix tests/,sampling/test_sampler_state.py weights/test_orbax.py pallas_kernels/test_api.py)
+OLDEST_TESTS := $(addprefix tests/,test_devices.py core/runtime/test_compile.py core/layers/test_stack.py)
+OLDEST_TESTS += $(addprefix tests/,families/test_parity.py::test_chunks_and_padding_change_nothing)
+OLDEST_TESTS += $(addprefix tests/,core/sampling/test_sampler_state.py core/weights/test_orbax.py pallas_kernels/test_api.py)
 OLDEST_TESTS += $(addprefix tests/,e2e/test_ready.py)
 # One target of each implementation; the others have the same kernels with other tiles.
 OLDEST_TARGETS := h200 a100 v5e
@@ -20,7 +20,7 @@ PYTEST = -m pytest -n 2 --dist worksteal $(if $(COSTS),--costs $(COSTS))
 CI := -m 'not thorough and not docs' --hypothesis-profile quick
 FAST := -m 'not slow and not thorough and not docs' --hypothesis-profile quick
 FULL := -m 'not docs'
-ENGINE_ROOMS := $(addprefix --ignore tests/,server pallas_kernels hosts)
+ENGINE_ROOMS := $(addprefix --ignore tests/,server pallas_kernels nodes)
 
 .PHONY: setup demo attack ci test test-full test-docs test-docs-full test-all lock audit test-fast test-oldest test-oldest-full list-oldest-tests test-kernels test-kernels-full test-gate test-gate-full test-server test-server-full test-cluster test-ray soak lint format bench-host bench-regression reference-env goldens sampling-goldens clean help
 

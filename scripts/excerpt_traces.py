@@ -25,7 +25,7 @@ TRACES = {
 }
 STRATA, PER_STRATUM = 50, 10
 HEADER = "gap_seconds,prompt_tokens,output_tokens"
-FOLDER = Path(__file__).parents[1] / "jaxserve" / "bench" / "lengths"
+FOLDER = Path(__file__).parents[1] / "jaxserve" / "tools" / "bench" / "lengths"
 
 
 def cut(count: int, parts: int) -> list[range]:

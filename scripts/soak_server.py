@@ -112,7 +112,7 @@ def read_metrics(text: str) -> dict[str, float]:
 
 def start_server(flags: Sequence[str] = FLAGS, prefix: Sequence[str] = ()) -> Server:
     """Starts the server and waits until it is ready. `prefix`: a command that runs the server's command."""
-    command = [*prefix, sys.executable, "-m", "jaxserve.tools.cli", "serve", *flags]
+    command = [*prefix, sys.executable, "-m", "jaxserve", "serve", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     server = Server(process)
     threading.Thread(target=server.listen, daemon=True).start()

@@ -68,18 +68,18 @@ def test_a_change_reaches_the_rooms_above_it_and_no_others(room: str) -> None:
         ),
         (
             "jaxserve/families/llama.py",
-            "models weights runtime e2e gate-steps oldest",
+            "families weights runtime e2e gate-steps oldest",
             "layers scheduler kernels gate-kernels",
         ),
         (
             "pallas_kernels/hopper/decode.py",
             "kernels gate-kernels gate-steps e2e-devices runtime-devices",
-            "e2e runtime engine models layers server bench-regression docs",
+            "e2e runtime engine families layers server bench-regression docs",
         ),
         ("pallas_kernels/testing/gate_report.py", "kernels gate-kernels gate-steps", "e2e runtime server"),
         ("pallas_kernels/xla.py", "kernels gate-kernels e2e runtime runtime-devices server bench-regression", "docs"),
         ("tests/core/pages/test_pool.py", "pages", "scheduler engine e2e server"),
-        ("tests/golden_cases.py", "models-above e2e server", "pages scheduler kernels gate-kernels"),
+        ("tests/golden_cases.py", "families-above e2e server", "pages scheduler kernels gate-kernels"),
         ("docs/serving.md", "docs", "e2e server deploy engine kernels"),
         ("README.md", "docs", "e2e server deploy engine kernels"),
         ("scripts/bench_regression.toml", "bench-regression", "e2e server gate-kernels"),
@@ -103,7 +103,7 @@ def test_every_test_has_a_target_and_only_one() -> None:
     tests = [path for path in repository.files if re.fullmatch(r"tests/(.*/)?test_\w+\.py", path)]
     assert len(tests) > 200
     assert {path: homes.get(path) for path in tests if len(homes.get(path, [])) != 1} == {
-        path: ["cluster", "hosts"] for path in tests if path.startswith("tests/tools/cluster/")
+        path: ["cluster", "nodes"] for path in tests if path.startswith("tests/tools/cluster/")
     }
 
 
@@ -127,7 +127,7 @@ def small() -> Repository:
             "jaxserve/core/pages/pool.py": b"",
             "jaxserve/engine/llm.py": b"",
             "jaxserve/server/app.py": b"",
-            "tests/core/pages/test_pool.py": b"from jaxserve.core.pages.pool import Pool\nfrom tests.helpers import help\n",
+            "tests/core/pages/test_pool.py": b"import jaxserve.core.pages.pool\nfrom tests.helpers import help\n",
             "tests/core/pages/test_engine.py": b'"""See scripts/far.py."""\nfrom jaxserve import LLM\n',
             "tests/core/pages/test_all.py": b'command = ["-m", "jaxserve"]\nscript = ROOT / "scripts" / "near.py"\n',
             "tests/core/pages/test_gpu.py": b'devices = ("gpu",)\n',

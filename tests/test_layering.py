@@ -10,6 +10,7 @@ from pathlib import Path
 from scripts.ci.floors import FLOORS, HOST_ROOMS, find_room, is_allowed
 
 ROOT = Path(__file__).parents[1]
+QUANTIZATION = "jaxserve.features.quantization"  # a format of matrices, which drafters have like any model
 
 
 def list_modules() -> list[tuple[str, Path]]:
@@ -32,8 +33,8 @@ def list_imports(path: Path) -> list[str]:
 def test_imports_go_down() -> None:
     wrong = []
     for module, path in list_modules():
-        if module in ("jaxserve", "jaxserve.demo"):
-            continue  # the front door, which loads everything lazily, and the model's files
+        if module in ("jaxserve", "jaxserve.core", "jaxserve.tools", "jaxserve.demo"):
+            continue  # the front door, which loads everything lazily, folders of rooms, and the model's files
         room = find_room(module)
         assert room is not None, f"{module} is on no floor: add it to FLOORS in scripts/ci/floors.py"
         targets = {imported: find_room(imported) for imported in list_imports(path)}
@@ -42,6 +43,19 @@ def test_imports_go_down() -> None:
             for imported, target in targets.items()
             if target is not None and not is_allowed(room, target)
         ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_core_knows_no_feature() -> None:
+    """Nor a tool; and of the features, only `choose.py` knows more than one."""
+    wrong = []
+    for module, path in list_modules():
+        room = find_room(module) or ""
+        above = [name for name in list_imports(path) if name.startswith(("jaxserve.features.", "jaxserve.tools."))]
+        if room.startswith("jaxserve.core."):
+            wrong += [f"{module} imports {name}" for name in above]
+        elif room.startswith("jaxserve.features."):
+            wrong += [f"{module} imports {name}" for name in above if find_room(name) not in (room, QUANTIZATION)]
     assert not wrong, "\n".join(wrong)
 
 

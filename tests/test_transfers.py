@@ -57,5 +57,5 @@ def test_the_rule_sees_what_it_forbids() -> None:
 
 
 def test_device_put_stands_once() -> None:
-    calls = [(ROOT / path).read_text().count("jax.device_put(") for path in [*STEP_PATH, "sharding.py"]]
+    calls = [(ROOT / path).read_text().count("jax.device_put(") for path in [*STEP_PATH, "core/sharding.py"]]
     assert sum(calls) == 1

@@ -298,7 +298,7 @@ def build_runner(
             announce=announce,
             num_pages=num_pages,
             hosts=hosts,
-            bundle=bundle,
+            stored=bundle,
         )
     return BuiltRunner(shapes, mesh, plan, runner)
 

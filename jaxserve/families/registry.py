@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.core.layers.attention import KVScales
 from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, ParamSpec, Table, WeightSource
-from jaxserve.core.models.hf_config import HFConfig
+from jaxserve.core.models.hf_config import QUANTIZATION_KEY, HFConfig
 from jaxserve.core.models.matrix_formats import MatrixFormat
 from jaxserve.core.models.parameters import kv_scale_params, trunk_params
 from jaxserve.errors import ConfigError, shorten
@@ -47,7 +47,6 @@ from jaxserve.families import (
 )
 from jaxserve.families.unsupported import describe_kind
 from jaxserve.features.quantization.config import read_quantization
-from jaxserve.features.quantization.settings import KEY as QUANTIZATION_KEY
 from jaxserve.features.quantization.table import EMPTY_BIASES, UNREAD, find_scheme, quantize_table
 
 FAMILIES: dict[str, Family] = {

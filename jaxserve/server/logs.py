@@ -11,6 +11,7 @@ import json as jsonlib
 import logging
 import math
 import queue
+import re
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ _MAX_GATHERED = 256  # lines per wakeup
 _GATHER_SECONDS = 0.02
 _FLUSH_SECONDS = 2.0
 _OURS = "jaxserve"
+_FOLDERS = re.compile(rf"{_OURS}\.((server|core|features|tools)\.)?")  # which the names of modules do without
 # Their warnings go to the same log. XLA's C++ writes to standard error directly.
 _LIBRARIES = ("asyncio", "uvicorn", "opentelemetry", "jax", "absl", "py.warnings")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -193,7 +195,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line, without its end."""
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
-        module = record.name.removeprefix(_OURS + ".").removeprefix("server.")
+        module = _FOLDERS.sub("", record.name)
         level = "FATAL" if record.levelno >= logging.CRITICAL else record.levelname
         line = f"{when} {level:<8}{escape(module):<14} {_read_message(record)}"
         if self._colour and record.levelno in _COLOURS:

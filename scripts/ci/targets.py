@@ -41,8 +41,8 @@ class Target:
     is_kept: bool = True
 
 
-def _room(name: str, *more: str) -> Target:
-    return Target(name, (f"tests/{name}", *more), rooms=(f"jaxserve.{name}",))
+def _room(path: str, *more: str) -> Target:
+    return Target(path.rpartition("/")[2], (f"tests/{path}", *more), rooms=(f"jaxserve.{path.replace('/', '.')}",))
 
 
 TARGETS = (
@@ -58,12 +58,15 @@ TARGETS = (
         ),
         rooms=tuple(room for room, floor in FLOORS.items() if floor.startswith("F1")),
     ),
-    *(_room(name) for name in ("workers", "pages", "scheduler", "tokenizers", "structured")),
-    _room("layers", "tests/core/test_sharding.py"),
-    _room("models", "tests/test_golden_cases.py"),
-    *(_room(name) for name in ("sampling", "speculation", "weights", "runtime", "features", "engine", "simulation")),
+    *(_room(path) for path in ("workers", "core/pages", "core/scheduler", "tokenizers", "features/grammars")),
+    _room("core/layers", "tests/core/test_sharding.py"),
+    _room("families", "tests/test_golden_cases.py"),
+    *(_room(path) for path in ("core/sampling", "core/weights", "core/runtime", "features/quantization")),
+    *(_room(f"features/{name}") for name in ("speculation", "host_tier", "bundle", "recording", "multinode")),
+    *(_room(path) for path in ("engine", "tools/simulation")),
+    Target("tools", ("tests/tools/test_convert.py", "tests/tools/test_doctor.py"), rooms=("jaxserve.tools.convert",)),
     Target("e2e", ("tests/e2e",), rooms=("jaxserve.engine",)),
-    *(_room(name) for name in ("bench", "cluster", "cli")),
+    *(_room(f"tools/{name}") for name in ("bench", "cluster", "cli")),
     Target("scripts", ("tests/scripts",)),
     Target("deploy", ("tests/test_deploy.py", "tests/test_kubernetes.py"), files=("configs/deploy/",)),
     # Pages say much about the code, and would be tested with each change of it: `make test-all` does so.
@@ -97,7 +100,7 @@ TARGETS = (
         full="bench-regression",
         files=("scripts/bench_regression.py", "scripts/bench_regression.toml"),
     ),
-    Target("hosts", ("tests/nodes", "tests/tools/cluster"), ci=None, full="test-cluster"),
+    Target("nodes", ("tests/nodes", "tests/tools/cluster"), ci=None, full="test-cluster"),
     Target(
         "ray",
         ("tests/tools/cluster/test_ray_serve.py", "tests/tools/cluster/test_ray_options.py"),

@@ -63,7 +63,7 @@ class RunningServer:
 
 def launch(*flags: str, program: Path | None = None) -> RunningServer:
     """Starts `jaxserve serve`, or a program of the tests' own that takes the same flags, and returns at once."""
-    command = [sys.executable, "-m", "jaxserve.tools.cli"] if program is None else [sys.executable, str(program)]
+    command = [sys.executable, "-m", "jaxserve"] if program is None else [sys.executable, str(program)]
     command += ["serve", "--port", "0", "--compilation-cache-dir", str(PROGRAMS), *flags]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"

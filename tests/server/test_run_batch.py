@@ -310,7 +310,7 @@ def test_killed_at_any_moment_no_line_is_lost_or_doubled(tmp_path: Path, num_kil
     command = [
         sys.executable,
         "-m",
-        "jaxserve.tools.cli",
+        "jaxserve",
         "run-batch",
         "-i",
         str(source),

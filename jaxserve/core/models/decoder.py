@@ -64,7 +64,7 @@ def forward(
 ) -> tuple[Float[Array, "T D"], Pools, Float[Array, "T AD"] | None]:
     """Runs all layers over one step's flat tokens, writing their K and V into the pools.
 
-    `params` is a runtime tree (core/layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
+    `params` is a runtime tree (layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
     the residual stream *before* the final norm, the pools and, for a drafter, the residual stream before each layer of
     `aux_layers` (ascending; the number of layers means after the last), side by side: [T, A * D], None without any.
     With `only_stores` the last layer computes no more than its keys and values, and the residual stream means nothing.

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from jaxserve.errors import ConfigError, shorten
 
+QUANTIZATION_KEY = "quantization_config"
+MODELOPT = "modelopt"  # the method of quantization that has a file of its own beside config.json
 REQUIRED = object()  # the default of a key that files must have
 
 # fmt: off

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
+from jaxserve.core.runtime.memory import DeviceUse
 from jaxserve.errors import MissingProgramError
 
 type ProgramKey = tuple[str, Any]  # (kind, key), as `Programs.get` takes them
+
+
+class StoredPrograms(Protocol):
+    """Programs of an engine that were compiled before, and the KV pages that they are for."""
+
+    @property
+    def num_pages(self) -> tuple[int, ...]:
+        """The pages of each KV group."""
+        ...
+
+    @property
+    def use(self) -> DeviceUse | None:
+        """Bytes of a device that the programs take; None on CPU."""
+        ...
+
+    def load(self, kind: str, key: Any) -> Any:
+        """Returns a compiled program."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from jaxserve.core.runtime.memory import (
 )
 from jaxserve.core.runtime.nodes import ONE_HOST, Hosts
 from jaxserve.core.runtime.params import WeightWriter
-from jaxserve.core.runtime.programs import ProgramKey, Programs
+from jaxserve.core.runtime.programs import ProgramKey, Programs, StoredPrograms
 from jaxserve.core.runtime.quantizer import WeightQuantizer
 from jaxserve.core.runtime.runner import ModelRunner
 from jaxserve.core.runtime.shapes import Shapes
@@ -43,7 +43,6 @@ from jaxserve.core.sampling import sampler_state_specs
 from jaxserve.core.sharding import DEFAULT_RULES
 from jaxserve.errors import CapacityError
 from jaxserve.families.registry import param_specs
-from jaxserve.features.bundle.read import Bundle
 
 _PROBE_PAGES = 8  # in the pool with which programs are measured before the real one is sized
 _CODE_PER_PROGRAM = 8 * 2**20  # bytes, for estimates
@@ -209,7 +208,7 @@ def start_runner(
     announce: Callable[[str], None] = lambda text: None,
     num_pages: Sequence[int] | None = None,
     hosts: Hosts = ONE_HOST,
-    bundle: Bundle | None = None,
+    stored: StoredPrograms | None = None,
 ) -> tuple[ModelRunner, CachePlan]:
     """Plans memory, compiles and runs the programs; returns the runner and its pools. `params` is the runtime tree.
 
@@ -222,25 +221,25 @@ def start_runner(
         announce: told of each later compilation that takes noticeable time.
         num_pages: pages of each KV group; no memory is planned then.
         hosts: those that run this engine together; the least budget of theirs is planned.
-        bundle: has the programs, and the pages that they are for; none is compiled then.
+        stored: has the programs, and the pages that they are for; none is compiled then.
 
     Raises:
         CapacityError: the device cannot hold one sequence of `max_model_len` tokens, or a feature has no room.
         ConfigError: a feature cannot help.
     """
     is_replay = num_pages is not None  # which need not be fast
-    budget = hosts.take_least("bytes of KV pools", _find_budget(shapes, mesh, bundle)) if not is_replay else 0
-    if bundle is not None:
-        num_pages = bundle.num_pages
+    budget = hosts.take_least("bytes of KV pools", _find_budget(shapes, mesh, stored)) if not is_replay else 0
+    if stored is not None:
+        num_pages = stored.num_pages
     plan = plan_pools(shapes, budget=budget, num_pages=num_pages)
-    if bundle is not None:
+    if stored is not None:
         _require_budget(plan, budget)
     compiler = make_compiler(shapes, plan, mesh)
-    buckets = shapes.buckets.take_largest() if only_largest and bundle is None else shapes.buckets
-    is_closed = shapes.config.compile.compile != "used" or bundle is not None
+    buckets = shapes.buckets.take_largest() if only_largest and stored is None else shapes.buckets
+    is_closed = shapes.config.compile.compile != "used" or stored is not None
     wanted = list_all_programs(shapes, buckets) if is_closed else [("forward", buckets.smallest_mixed)]
     programs = compile_programs(
-        compiler.compile if bundle is None else bundle.load,
+        compiler.compile if stored is None else stored.load,
         wanted,
         threads=shapes.config.compile.compile_threads,
         progress=progress,
@@ -281,16 +280,16 @@ def _make_runner(
     )
 
 
-def _find_budget(shapes: Shapes, mesh: Mesh, bundle: Bundle | None) -> int:
+def _find_budget(shapes: Shapes, mesh: Mesh, stored: StoredPrograms | None) -> int:
     """Returns the bytes per device for KV pools, by what the compiled programs take.
 
-    Where the pools' size is given, nothing is measured and it is 0; with a bundle it is what the pools must fit.
+    Where the pools' size is given, nothing is measured and it is 0; with stored programs it is what the pools must fit.
     """
     limit, use, cache = device_memory_bytes(mesh.local_devices[0]), None, shapes.config.cache
-    if bundle is None and cache.fixes_pages:
+    if stored is None and cache.fixes_pages:
         return 0
     if limit is not None:
-        use = measure_use(shapes, mesh) if bundle is None else bundle.use
+        use = measure_use(shapes, mesh) if stored is None else stored.use
     return cache_budget(limit, cache.device_memory_utilization, use)
 
 
@@ -318,7 +317,7 @@ def list_all_programs(shapes: Shapes, buckets: BucketTable) -> Iterator[ProgramK
 
 
 def _require_budget(plan: CachePlan, budget: int) -> None:
-    """Raises CapacityError if the pages that a bundle's programs are for do not fit here."""
+    """Raises CapacityError if the pages that stored programs are for do not fit here."""
     if plan.bytes_per_device > budget:
         message = (
             f"its programs are for {format_bytes(plan.bytes_per_device)} of KV pages on each device, and "

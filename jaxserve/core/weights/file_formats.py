@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from jaxserve.core.models.hf_config import QUANTIZATION_KEY
 from jaxserve.core.weights.json_files import MAX_JSON_BYTES, parse_json_object
 from jaxserve.errors import ConfigError, shorten
-from jaxserve.features.quantization.settings import KEY as QUANTIZATION_KEY
 from jaxserve.files import read_regular
 
 SINGLE_FILE = "model.safetensors"

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxserve.core.models.hf_config import MODELOPT, QUANTIZATION_KEY
 from jaxserve.errors import ConfigError, shorten
-from jaxserve.features.quantization.config import MODELOPT
-from jaxserve.features.quantization.settings import KEY as QUANTIZATION_KEY
 from jaxserve.files import read_regular
 
 MODELOPT_FILE = "hf_quant_config.json"

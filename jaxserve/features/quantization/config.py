@@ -10,12 +10,12 @@ import dataclasses
 import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+from jaxserve.core.models.hf_config import MODELOPT, QUANTIZATION_KEY
 from jaxserve.core.models.matrix_formats import EVERY_MODULE, MatrixFormat, Quantization, Targets
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.features.quantization.compressed_config import read_compressed
 from jaxserve.features.quantization.float4 import MX_BLOCK, NV_BLOCK
 from jaxserve.features.quantization.settings import (
-    KEY,
     Settings,
     as_mapping,
     as_names,
@@ -26,7 +26,6 @@ from jaxserve.features.quantization.settings import (
     require,
 )
 
-MODELOPT = "modelopt"  # a method
 _OTHER_KEYS = ("compression_config", "quantization")  # of older compressed-tensors, of MLX
 _METHOD_KEYS = ("quant_method", "quant_algo")
 _FP8, _FP4 = "float8_e4m3fn", "float4_e2m1fn"
@@ -49,18 +48,18 @@ def read_quantization(hf_config: Mapping[str, object], *, own: Collection[str] =
     for key in _OTHER_KEYS:
         if hf_config.get(key):
             raise quantized_error(_name_method(hf_config[key]), field=key, value=hf_config[key])
-    settings = hf_config.get(KEY)
+    settings = hf_config.get(QUANTIZATION_KEY)
     if not settings:
         return None
     method = MODELOPT if _is_by_modelopt(settings) else _name_method(settings)
     if not isinstance(settings, Mapping) or method not in _METHODS or (method in _OWN and method not in own):
-        raise quantized_error(method, field=KEY, value=settings)
+        raise quantized_error(method, field=QUANTIZATION_KEY, value=settings)
     return Quantization(method, tuple(_METHODS[method](settings)))
 
 
 def refuse_quantized(hf_config: Mapping[str, object]) -> None:
     """Raises ConfigError, naming the method, when a config.json says that its weights are quantized."""
-    for key in (KEY, *_OTHER_KEYS):
+    for key in (QUANTIZATION_KEY, *_OTHER_KEYS):
         if hf_config.get(key):
             message = f"quantized weights ({_name_method(hf_config[key])}) are not read here; use the unquantized"
             raise ConfigError(f"{message} repository", field=key, value=hf_config[key])

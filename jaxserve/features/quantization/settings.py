@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from jaxserve.core.models.hf_config import QUANTIZATION_KEY
 from jaxserve.errors import ConfigError, shorten
-
-KEY = "quantization_config"
 
 Settings = Mapping[str, object]
 
@@ -67,4 +66,6 @@ def require(settings: Settings, key: str, *known: object) -> None:
 
 def refuse(key: str, value: object, known: str) -> ConfigError:
     """Returns the error for a value that is not read; `known` says what would be."""
-    return ConfigError(f"{shorten(value)} is not read; {known} would be", field=f"{KEY}.{key}", value=value)
+    return ConfigError(
+        f"{shorten(value)} is not read; {known} would be", field=f"{QUANTIZATION_KEY}.{key}", value=value
+    )

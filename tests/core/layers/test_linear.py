@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[3] / "jaxserve"
-DOOR = PACKAGE / "layers" / "linear.py"
-ROOMS = sorted(path for room in ("layers", "models") for path in (PACKAGE / room).glob("*.py"))
+DOOR = PACKAGE / "core" / "layers" / "linear.py"
+ROOMS = sorted(path for room in ("core/layers", "core/models", "families") for path in (PACKAGE / room).glob("*.py"))
 PRODUCTS = {"dot", "dot_general", "einsum", "matmul", "tensordot", "vdot"}
 
 

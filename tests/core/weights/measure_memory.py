@@ -1,6 +1,7 @@
 """Prints, as JSON lines, the peak memory of loading a checkpoint of a few hundred MB; run by `test_memory.py`.
 
-Usage: python -m tests.core.weights.measure_memory FOLDER STORED-WANTED ...   (dtypes; FOLDER/STORED holds the checkpoint)
+Usage: python -m tests.core.weights.measure_memory FOLDER STORED-WANTED ...
+(dtypes; FOLDER/STORED holds the checkpoint)
 """
 
 from __future__ import annotations

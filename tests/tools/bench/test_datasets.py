@@ -111,7 +111,7 @@ def test_all_rows_of_an_excerpt_come_before_one_comes_again() -> None:
 
 
 def read_excerpt(name: str) -> list[tuple[int, int]]:
-    with (ROOT / "jaxserve" / "bench" / "lengths" / f"{name}.csv").open() as file:
+    with (ROOT / "jaxserve" / "tools" / "bench" / "lengths" / f"{name}.csv").open() as file:
         return [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
 
 
@@ -121,7 +121,7 @@ def test_excerpts_are_like_the_traces(name: str) -> None:
     if not path.exists():
         pytest.skip("the public traces are not in ../shared/traces")
     trace, rows = read_trace(path), read_excerpt(name)
-    assert make_excerpt(trace) == (ROOT / "jaxserve" / "bench" / "lengths" / f"{name}.csv").read_text()
+    assert make_excerpt(trace) == (ROOT / "jaxserve" / "tools" / "bench" / "lengths" / f"{name}.csv").read_text()
     whole = [[each.num_prompt_tokens for each in trace], [each.num_output_tokens for each in trace]]
     for all_lengths, sampled in zip(whole, zip(*rows, strict=True), strict=True):
         assert mean(sampled) == pytest.approx(mean(all_lengths), rel=0.03)

@@ -1,4 +1,4 @@
-"""The kinds of heads: what each adds to the passes and the parameters that all drafters have in common."""
+"""The kinds of drafters that read the target's states, and what each adds to the passes and parameters of all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxserve.features.speculation.drafters.eagle3 import (
 )
 from jaxserve.features.speculation.drafters.mtp import list_mtp_params, run_mtp_layer
 
-# A function of a head's own parameters and of states [T, D] before a pass, after it, or before the logits.
+# A function of a drafter's own parameters and of states [T, D] before a pass, after it, or before the logits.
 MapStates = Callable[[DrafterModel, Mapping[str, Any], Float[Array, "T D"]], Float[Array, "T E"]]
 
 # Tensors that speculators stores for training: the target's own norm and head.
@@ -37,8 +37,8 @@ def _keep(model: DrafterModel, params: Mapping[str, Any], states: Float[Array, "
 
 
 @dataclass(frozen=True)
-class Head:
-    """One kind of head. A draft model is none: it is a decoder of its own, which reads nothing of the target.
+class DrafterKind:
+    """One kind of drafter. A draft model is none: it is a decoder of its own, which reads nothing of the target.
 
     `run_layer` takes the layer's index and leaves, the embeddings [T, D] and the states [T, D], and returns the states
     after it, and the pool. `ignored` are patterns of tensors beside the parameters in a checkpoint.
@@ -49,11 +49,11 @@ class Head:
     ignored: Callable[[DrafterModel], tuple[str, ...]]
     read_target: MapStates = _keep  # what the target's layers have captured -> the first states
     finish: MapStates = _keep  # a pass's states -> those that the next pass reads
-    normalize: MapStates = _keep  # those -> what the head is applied to
+    normalize: MapStates = _keep  # those -> what the LM head is applied to
 
 
-HEADS: Mapping[str, Head] = {
-    "eagle3": Head(
+KINDS: Mapping[str, DrafterKind] = {
+    "eagle3": DrafterKind(
         run_head_layer,
         list_head_params,
         lambda model: (*_TRAINING, D2T, T2D),  # the last two are read apart
@@ -61,7 +61,7 @@ HEADS: Mapping[str, Head] = {
         finish=finish_states,
         normalize=normalize_states,
     ),
-    "mtp": Head(
+    "mtp": DrafterKind(
         run_mtp_layer,
         list_mtp_params,
         lambda model: (rf"(?!{re.escape(model.first_layer)}\.).*",),  # all of the target's

@@ -2,7 +2,7 @@
 
 With each step of the target a drafter computes the same tokens from the target's true hidden states, so that its keys
 and values are never those of guesses (vLLM #14649). It drafts on its own states, one token a row and pass. Its layers
-have pools of their own, under the page ids of the target's page tables. `batches` are for the heads of the drafter
+have pools of their own, under the page ids of the target's page tables. `batches` are for the drafter's attention heads
 (pallas_kernels.batch), one per KV group of its config; `match_groups` says whose page tables they have.
 """
 
@@ -23,23 +23,23 @@ from jaxserve.core.layers.rope import rotary_table
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.models.decoder import CacheLayout, Pools, compute_logits, forward
 from jaxserve.features.speculation.drafters.base import DrafterModel
-from jaxserve.features.speculation.drafters.kinds import HEADS
+from jaxserve.features.speculation.drafters.kinds import KINDS
 from pallas_kernels.spec import BatchMeta
 
 Params = Mapping[str, Any]
 
 
 def read_target(model: DrafterModel, params: Params, hidden: Float[Array, "T AD"] | None) -> Float[Array, "T D"] | None:
-    """Returns the states that a head's pass begins with; None for a draft model, which reads nothing of the target.
+    """Returns the states that a drafter's pass begins with; None for a draft model, which reads nothing of the target.
 
     `hidden` is what `decoder.forward` captured of `model.aux_layers`.
     """
-    head = HEADS.get(model.method)
-    if head is None:
+    drafter = KINDS.get(model.method)
+    if drafter is None:
         return None
     if hidden is None:
-        raise ValueError("hidden: a head reads the target's hidden states; forward captures them with aux_layers")
-    return head.read_target(model, params, hidden)
+        raise ValueError("hidden: a drafter reads the target's hidden states; forward captures them with aux_layers")
+    return drafter.read_target(model, params, hidden)
 
 
 def run_pass(
@@ -62,13 +62,13 @@ def run_pass(
     pass before. A draft model reads no `states`. `token_ids` are of the target's vocabulary. With `only_stores` the
     states mean nothing, and the last layer computes no more than its keys and values.
     """
-    config, head = model.config, HEADS.get(model.method)
-    if head is None:
+    config, drafter = model.config, KINDS.get(model.method)
+    if drafter is None:
         where = {"layout": layout, "mesh": mesh}
         states, pools, _ = forward(config, params, token_ids, pools, batches, only_stores=only_stores, **where)
         return states, pools
     if states is None:
-        raise ValueError("states: a head begins with those of read_target")
+        raise ValueError("states: a drafter begins with those of read_target")
     x = states
     embeds = _embed(model, params, target_params, target_config, token_ids)
     ropes = {kind.rope for kind in config.layers} - {None}
@@ -85,8 +85,8 @@ def run_pass(
             window=config.windows[index],
             only_stores=only_stores and index == config.num_layers - 1,
         )
-        x, pages = head.run_layer(model, index, params["layers"][index], embeds, x, ctx)
-    return head.finish(model, params, x), (pages,)
+        x, pages = drafter.run_layer(model, index, params["layers"][index], embeds, x, ctx)
+    return drafter.finish(model, params, x), (pages,)
 
 
 def draft_logits(
@@ -97,10 +97,10 @@ def draft_logits(
     states: Float[Array, "S D"],
 ) -> Float[Array, "S Vd"]:
     """Returns float32 logits of the next draft over the draft vocabulary (`map_drafts` maps its ids)."""
-    head = HEADS.get(model.method)
-    if head is None:
+    drafter = KINDS.get(model.method)
+    if drafter is None:
         return compute_logits(model.config, params, states)
-    normed = head.normalize(model, params, states)
+    normed = drafter.normalize(model, params, states)
     if model.has_head:
         return linear(model.config.local, params["lm_head"], normed, transposed=True, dtype=jnp.float32)
     embedding = target_config.embedding

@@ -7,17 +7,17 @@ from typing import Any
 from jaxserve.core.models.base import ParamSpec, Table, WeightSource
 from jaxserve.families import registry
 from jaxserve.features.speculation.drafters.base import DrafterModel
-from jaxserve.features.speculation.drafters.kinds import HEADS
+from jaxserve.features.speculation.drafters.kinds import KINDS
 
 
 def list_drafter_params(model: DrafterModel) -> Table:
     """Returns all parameters that are read as they are by dotted path; `d2t` is not among them."""
-    head = HEADS.get(model.method)
-    return registry.list_params(model.config) if head is None else head.list_params(model)
+    kind = KINDS.get(model.method)
+    return registry.list_params(model.config) if kind is None else kind.list_params(model)
 
 
 def drafter_param_specs(model: DrafterModel) -> dict[str, Any]:
-    """Returns the canonical tree of ParamSpec, with `d2t.weight` int32 [Vd] if the head maps its vocabulary."""
+    """Returns the canonical tree of ParamSpec, with `d2t.weight` int32 [Vd] if the drafter maps its vocabulary."""
     tree = registry.spec_tree(list_drafter_params(model), model.config.num_layers)
     if model.maps_vocab:
         tree["d2t"] = {"weight": ParamSpec((model.draft_vocab_size,), "int32", (None,), "zeros")}
@@ -31,5 +31,5 @@ def drafter_weight_sources(model: DrafterModel) -> dict[str, WeightSource]:
 
 def ignored_drafter_weights(model: DrafterModel) -> tuple[str, ...]:
     """Returns patterns of tensors that a checkpoint of the drafter may hold and that are not parameters."""
-    head = HEADS.get(model.method)
-    return registry.ignored_weights(model.config) if head is None else head.ignored(model)
+    kind = KINDS.get(model.method)
+    return registry.ignored_weights(model.config) if kind is None else kind.ignored(model)
