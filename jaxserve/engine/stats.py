@@ -47,11 +47,6 @@ class DraftStats:
     num_accepted: int = 0
     accepted_by_position: tuple[int, ...] = ()  # in the chain
 
-    @property
-    def mean_length(self) -> float:
-        """Tokens that a row got from a step with drafts: the accepted ones and its own. 1.0 without any."""
-        return 1.0 + (self.num_accepted / self.num_drafts if self.num_drafts else 0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:

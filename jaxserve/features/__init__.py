@@ -1,1 +1,5 @@
-"""Features that run beside the core: nothing in `jaxserve.core` imports one. `choose.py` says which an engine has."""
+"""Features beside the core, which imports none of them.
+
+Speculation and the host tier are step features, chosen in `choose.py`. Grammars, quantization, bundles, recordings and
+several hosts are chosen by the engine.
+"""

@@ -1,4 +1,4 @@
-"""The middleware in front of the routes: request ids and the access log, then the guard."""
+"""The middleware in front of the routes: the access log, and the guard, which checks keys, hosts, origins and sizes."""
 
 from __future__ import annotations
 

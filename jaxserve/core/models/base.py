@@ -66,10 +66,9 @@ class WeightSource:
 
     `build` takes the tensors as numpy arrays in the order of `names`, of shapes `shapes` and any one dtype, and
     returns the parameter in that dtype. Where it can, it reads nothing before its result is indexed, and then no more
-    than that needs. `otherwise` is the form that other
-    files have. `dtypes` are those that each tensor may be stored in, where they are not numbers of one floating type
-    each. `part`: other parameters are made of the same tensors. `copy` is a tensor in which files may have the first of
-    `names` once more.
+    than that needs. `otherwise` is the form that other files have. `dtypes` are those that each tensor may be stored
+    in, where they are not numbers of one floating type each. `part`: other parameters are made of the same tensors.
+    `copy` is a tensor in which files may have the first of `names` once more.
     """
 
     names: tuple[str, ...]

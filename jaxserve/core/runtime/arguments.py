@@ -1,4 +1,4 @@
-"""The arguments of an engine's programs: the static ones, and the abstract values of arrays."""
+"""Makes the compiler of an engine's programs: their static arguments, and the abstract values of their arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The identity of a run, as the header of a recording: versions, devices, the model and its sizes."""
+"""The identity of an engine, as JSON: what two engines need equal to take the same steps.
+
+Recordings, bundles and the agreement of several hosts compare it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the attention kernels at the start of an engine, on its device, before anything depends on the choice."""
+"""Tests the chosen kernels on the device, at the start of an engine: attention, experts, quantized projections."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The sentinel that stands where a row has no draft."""
+"""The id that stands where a row has no draft."""
 
 from __future__ import annotations
 
-NO_DRAFT = -4  # where a row has no draft, and after that; no token and no sentinel is this number
+NO_DRAFT = -4  # no token and no sentinel is this number

@@ -1,4 +1,4 @@
-"""Running acceptance of a row's drafts: a moving average by their position."""
+"""Running acceptance: for each draft position, a moving average of the share of rows whose draft was right there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines of requests."""
+"""A heap of the requests' deadlines, which finds those that have passed."""
 
 from __future__ import annotations
 

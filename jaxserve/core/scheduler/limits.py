@@ -1,4 +1,4 @@
-"""The limits of every plan."""
+"""The limits that every plan keeps: compiled sizes, and the scheduler's options."""
 
 from __future__ import annotations
 

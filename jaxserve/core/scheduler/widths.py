@@ -1,7 +1,7 @@
 """The choice of a step's width: how many tokens each decoding row computes, 1 or its last token and its drafts.
 
 Drafts pause when they do not pay. What a step of each width costs was measured when the engine started, and stays as it
-is: a busy machine slows steps of all widths down. How many tokens it brings follows from the drafts that were right
+is: a busy machine slows steps of all widths down. How many tokens a step brings follows from the drafts that were right
 lately. vLLM, too, profiles costs at its start (since 0.32).
 """
 

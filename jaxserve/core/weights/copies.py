@@ -1,4 +1,4 @@
-"""Heads that files have beside an embedding which the model's config ties them to."""
+"""Finds checkpoints that hold an output head of their own, although their config ties it to the embedding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Guesses the next tokens on the device: pure functions of arrays, without knowledge of plans.
-
-Of the host is only what packs tokens for it: `AnswerQueue` and `pack_rows`.
-"""
+"""Drafts of the next tokens: the step features `Lookups` and `Drafter`, and the pure functions under them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Blocks: what the host writes to where drafts are looked up, packed into one array, so that it is sent at once.
+"""Blocks: named tuples of arrays packed into one int32 array, so that the host sends them in one transfer.
 
-A block is a named tuple of arrays of 32-bit numbers; its specs are the same tuple of their abstract values.
+The specs of a block are the same tuple of abstract values.
 """
 
 from __future__ import annotations
