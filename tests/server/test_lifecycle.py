@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server import faulty
+from tests.server import faulty, held_compiling
 from tests.server.conftest import ALL_PROGRAMS, SMALL
 from tests.server.pressure import (
     COMPLETIONS,
@@ -138,9 +138,21 @@ def test_a_stuck_device_does_not_keep_the_process() -> None:
         assert wait_for_end(server, send_term(server), 20) == 0
 
 
+REAL = pytest.param(False, id="compiling", marks=pytest.mark.thorough)
+
+
+def launch_compiling(folder: Path, is_held: bool, *flags: str) -> RunningServer:
+    """A server that compiles: without end, or many programs with an empty cache in the folder."""
+    if is_held:
+        more = "--precompile-bs-paddings", "4,8"  # some programs are for later
+        return launch(*SMALL, *more, *flags, program=Path(held_compiling.__file__))
+    return launch(*ALL_PROGRAMS, *flags, "--compilation-cache-dir", str(folder))
+
+
+@pytest.mark.parametrize("is_held", [pytest.param(True, id="held"), REAL])
 @pytest.mark.parametrize("moment", ["loading", "compiling"])
-def test_sigterm_while_starting_ends_at_once(moment: str, tmp_path: Path) -> None:
-    server = launch(*ALL_PROGRAMS, "--compilation-cache-dir", str(tmp_path))  # an empty one: there is much to compile
+def test_sigterm_while_starting_ends_at_once(moment: str, is_held: bool, tmp_path: Path) -> None:
+    server = launch_compiling(tmp_path, is_held)
     try:
         wait_until(lambda: server.url, 60)
         if moment == "compiling":
@@ -153,11 +165,12 @@ def test_sigterm_while_starting_ends_at_once(moment: str, tmp_path: Path) -> Non
         server.process.kill()
 
 
-def test_sigterm_while_the_rest_is_compiled_drains(tmp_path: Path) -> None:
-    server = launch(*ALL_PROGRAMS, "--serve-while-warming", "--compilation-cache-dir", str(tmp_path))
+@pytest.mark.parametrize("is_held", [pytest.param(True, id="held"), REAL])
+def test_sigterm_while_the_rest_is_compiled_drains(is_held: bool, tmp_path: Path) -> None:
+    server = launch_compiling(tmp_path, is_held, "--serve-while-warming")
     try:
         wait_until(lambda: any("largest programs only" in line for line in list(server.lines)), 200)
-        stream = open_stream(server, max_tokens=30, temperature=0, ignore_eos=True)
+        stream = open_stream(server, max_tokens=900, temperature=0, ignore_eos=True)
         wait_until(lambda: server.metric("jaxserve:num_requests_running") == 1)
         assert httpx.get(server.url + "/health").json()["status"] == "warming"
         start = send_term(server)
