@@ -115,10 +115,11 @@ DRAWN = st.one_of(
 def list_schemas() -> list[Schema]:
     """Returns the schemas that all tests share: always the same, all different."""
     found: dict[str, Schema] = {}
+    count = scale_examples(NUM_DRAWN)
 
     @seed(2026)
     @settings(
-        max_examples=5 * NUM_DRAWN,
+        max_examples=5 * count,
         database=None,
         deadline=None,
         phases=[Phase.generate],
@@ -132,7 +133,7 @@ def list_schemas() -> list[Schema]:
     formats = [{**STRING, "format": name} for name in FORMAT_NAMES]
     lists = [nest({**ARRAY, "items": each, "maxItems": 2}, each) for each in formats]
     drawn = list(found.values())
-    return [*REALISTIC.values(), *lists, *drawn[:: len(drawn) // NUM_DRAWN][:NUM_DRAWN]]
+    return [*REALISTIC.values(), *lists, *drawn[:: len(drawn) // count][:count]]
 
 
 def list_keywords(schema: Any) -> Iterator[str]:
@@ -153,6 +154,7 @@ def list_keywords(schema: Any) -> Iterator[str]:
                 yield from list_keywords(value)
 
 
+@pytest.mark.thorough
 def test_the_schemas_have_every_keyword() -> None:
     schemas = list_schemas()
     assert len(schemas) == len({json.dumps(schema) for schema in schemas}) > 250
@@ -279,7 +281,6 @@ def check_output(output: CompletionOutput, params: SamplingParams, schema: Schem
 @pytest.mark.parametrize("name", [pytest.param("demo", marks=pytest.mark.thorough), "random_weights"])
 def test_every_output_has_its_form(name: str, compiler: GrammarCompiler, request: pytest.FixtureRequest) -> None:
     llm, schemas = request.getfixturevalue(name), list_schemas()
-    schemas = schemas[:: len(schemas) // scale_examples(len(schemas))]
     params = list_params(llm, name, schemas)
     outputs = generate(llm, params)
     for output, each, schema in zip(outputs, params, schemas, strict=True):
