@@ -143,7 +143,7 @@ _NOT_CAUSAL, _PORTABLE_OF_64 = "heads of 128, not causal", "whisper-large-v3, no
 _OF_192 = "nemotron-4-340b, one of 4 devices, heads of 192"
 SAMPLES: dict[str, dict[str, tuple[str, ...]]] = {
     "h200": {
-        "mixed": (_BASE, _LATENT, _NOT_CAUSAL, "heads of 256, window, fp8 pages", "persistent, heads of 128"),
+        "mixed": (_BASE, _LATENT, _NOT_CAUSAL, "heads of 256, window, fp8 pages"),
         "turn": ("heads of 192, window, softcap, sinks",),
         "drafts": ("fp8 scores, heads of 64, window",),
         "fixed": (_BASE, _FP8_LATENT),

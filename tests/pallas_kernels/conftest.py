@@ -9,8 +9,8 @@ import pytest
 from tests.pallas_kernels.compiling import compile_quickly
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def quick_compiling() -> Iterator[None]:
-    """For tests in interpreters, and of lists: no user's program is like theirs."""
+    """Compiling takes most of the time. Fusions, layouts and buffers are those that users have."""
     with compile_quickly():
         yield

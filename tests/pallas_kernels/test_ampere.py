@@ -21,8 +21,6 @@ from pallas_kernels.testing.reference import attend_by_formula
 from pallas_kernels.testing.runner import run_case
 from tests.pallas_kernels.gpu_interpreter import reset_interpreter
 
-pytestmark = pytest.mark.usefixtures("quick_compiling")
-
 IMPL = "ampere_interpret"
 # Few unit slots, because each costs the interpreter a block; rows are cut at 64 tokens.
 UNITS = UnitConfig(tile_tokens=32, stages=3, ctas_per_sm=1, num_sms=2, min_split_tokens=64, unit_cost=0)

@@ -11,8 +11,6 @@ from pallas_kernels.hopper.combine import HopperCombine
 from pallas_kernels.mosaic_gpu.combine import Combine, combine_units
 from pallas_kernels.mosaic_gpu.splits import SplitList
 
-pytestmark = pytest.mark.usefixtures("quick_compiling")
-
 
 @pytest.mark.parametrize("kind", [HopperCombine, AmpereCombine])
 def test_units_are_weighed_and_sinks_take_their_share(kind: type[Combine]) -> None:

@@ -95,7 +95,6 @@ def test_shapes_of_models(sizes: list[int], width: int, columns: int, impl: str)
     np.testing.assert_allclose(got, multiply_rows(x, w, sizes, 0)[:used], rtol=0, atol=2e-5)
 
 
-@pytest.mark.usefixtures("quick_compiling")
 @pytest.mark.parametrize(
     ("sizes", "width", "columns"),
     [
@@ -196,7 +195,6 @@ def test_a_stack_may_be_entered_anywhere_by_a_traced_number() -> None:
     np.testing.assert_allclose(got, multiply_rows(x, w, [4, 0, 5], 6), rtol=0, atol=1e-5)
 
 
-@pytest.mark.usefixtures("quick_compiling")
 @settings(max_examples=scale_examples(40), deadline=None)
 @given(groups=draw_lists(), rows=st.sampled_from([1, 2, 16]))
 def test_tiles_cover_each_group_once(groups: tuple[int, list[int]], rows: int) -> None:
@@ -213,7 +211,6 @@ def test_tiles_cover_each_group_once(groups: tuple[int, list[int]], rows: int) -
     assert len(set(starts[count:].tolist())) <= 1, "behind the last tile it is repeated"
 
 
-@pytest.mark.usefixtures("quick_compiling")
 @settings(max_examples=scale_examples(40), deadline=None)
 @given(groups=draw_lists(), rows=st.sampled_from([2, 16]))
 def test_visits_cover_each_row_once_tile_by_tile(groups: tuple[int, list[int]], rows: int) -> None:
@@ -230,7 +227,6 @@ def test_visits_cover_each_row_once_tile_by_tile(groups: tuple[int, list[int]], 
     assert lists[1] == sorted(lists[1]), "a tile's visits are neighbours"
 
 
-@pytest.mark.usefixtures("quick_compiling")
 @settings(max_examples=scale_examples(40), deadline=None)
 @given(groups=draw_lists(), rows=st.sampled_from([8, 64]))
 def test_spans_cover_each_row_once(groups: tuple[int, list[int]], rows: int) -> None:

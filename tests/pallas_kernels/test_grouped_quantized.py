@@ -23,8 +23,6 @@ from pallas_kernels import (
 from tests.examples import scale_examples
 from tests.pallas_kernels.gpu_interpreter import watch_races
 
-pytestmark = pytest.mark.usefixtures("quick_compiling")
-
 VALUES = ("float8_e4m3fn", "int4", "int8")
 GROUPS, ROWS = 5, 150  # of drawn problems, whose programs are then the same
 NVFP4 = QuantizedFormat("float4_e2m1fn", 16)

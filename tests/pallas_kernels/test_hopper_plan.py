@@ -3,6 +3,8 @@ tiles are split."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,8 +30,6 @@ from pallas_kernels.worklist import StepRows, TileList
 from tests.examples import scale_examples
 from tests.pallas_kernels.random_batches import draw_sizes
 
-pytestmark = pytest.mark.usefixtures("quick_compiling")
-
 NUM_ROWS = 6
 DEVICE = PrefillConfig()
 
@@ -52,6 +52,13 @@ def plan(
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     num_tokens = max(1, int(starts[-1])) if num_tokens is None else num_tokens
     arrays = map(jnp.asarray, (starts, new, np.where(new > 0, old + new, 0), np.zeros(3, np.int32)))
+    return list_tiles_and_units(*arrays, num_tokens=num_tokens, shape=shape, config=config)
+
+
+@partial(jax.jit, static_argnames=("num_tokens", "shape", "config"))
+def list_tiles_and_units(
+    *arrays: jax.Array, num_tokens: int, shape: AttnShape, config: PrefillConfig
+) -> tuple[TileList, ChunkUnits]:
     step = StepRows(*arrays, num_tokens, None, 65536)
     tiles = plan_tiles(step, step.query_lens, shape)
     return tiles, list_units(tiles, step, shape, config)

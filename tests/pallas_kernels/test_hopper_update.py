@@ -15,8 +15,6 @@ from pallas_kernels.layout import update_kv_pages
 from pallas_kernels.spec import AttnLayer, BatchMeta, KVSpec
 from pallas_kernels.testing.case import LAYER, Case, make_inputs
 
-pytestmark = pytest.mark.usefixtures("quick_compiling")
-
 
 def prepare(case: Case, *meta: jax.Array) -> BatchMeta:
     return prepare_batch(*meta, num_tokens=case.max_tokens, shape=case.shape, max_query_len=None, impl="xla")

@@ -27,8 +27,6 @@ from pallas_kernels.tpu.tiles import NUM_COLUMNS
 from tests.pallas_kernels import test_ampere, test_hopper_attention, test_tpu
 from tests.pallas_kernels.tpu_faults import quick_interpreter
 
-pytestmark = pytest.mark.usefixtures("quick_compiling")
-
 OF_128, FP8_OF_128, OF_256, TURN, FP8_TURN, OPEN_TURN = LONG_CASES
 PAIRS = [
     ("gpu", OF_128),

@@ -28,8 +28,6 @@ from pallas_kernels.spec import AttnShape, KVSpec
 from pallas_kernels.worklist import StepRows
 from tests.examples import scale_examples
 
-pytestmark = pytest.mark.usefixtures("quick_compiling")
-
 NUM_ROWS, TILE = 5, 64
 
 

@@ -17,7 +17,6 @@ from pallas_kernels.testing.runner import run_case
 from pallas_kernels.testing.self_test import LONGEST_WINDOW, list_cases, run_self_test
 from tests.pallas_kernels.cpu_kernel import FAULTS, serve_kernel
 
-pytestmark = pytest.mark.usefixtures("quick_compiling")
 SIZES = {"num_rows": 4, "num_tokens": 160, "table_width": 8}
 
 

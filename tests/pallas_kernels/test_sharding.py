@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pallas_kernels
+from tests.programs import QUICK_ENV
 
 PROGRAM = """
 import dataclasses, jax, numpy as np
@@ -58,6 +59,6 @@ def test_two_devices_give_what_one_gives() -> None:
         text=True,
         check=False,
         cwd=Path(pallas_kernels.__file__).parents[1],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | QUICK_ENV,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,8 +14,6 @@ from hypothesis import strategies as st
 from pallas_kernels.worklist import StepRows, TileList, list_chunk_tiles
 from tests.examples import scale_examples
 from tests.pallas_kernels.random_batches import draw_sizes
-
-pytestmark = pytest.mark.usefixtures("quick_compiling")
 
 # Of a step: tokens, rows, tokens of a tile and its unit.
 SHAPES = [
@@ -32,8 +33,14 @@ def make_tiles(lens: list[int], *, skip: int, tile_tokens: int, unit: int, num_t
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     distribution = jnp.asarray([skip, skip, skip + len(lens)])
     seq_lens = jnp.asarray(query_lens + 100)
-    rows = StepRows(jnp.asarray(starts), jnp.asarray(query_lens), seq_lens, distribution, num_tokens, None, 512)
-    wanted = rows.lens_between(skip, skip + len(lens))
+    arrays = jnp.asarray(starts), jnp.asarray(query_lens), seq_lens, distribution
+    return list_tiles(*arrays, tile_tokens=tile_tokens, unit=unit, num_tokens=num_tokens)
+
+
+@partial(jax.jit, static_argnames=("tile_tokens", "unit", "num_tokens"))
+def list_tiles(*arrays: jax.Array, tile_tokens: int, unit: int, num_tokens: int) -> TileList:
+    rows = StepRows(*arrays, num_tokens, None, 512)
+    wanted = rows.lens_between(rows.distribution[0], rows.distribution[2])
     return list_chunk_tiles(rows, wanted, tile_tokens=tile_tokens, unit=unit)
 
 

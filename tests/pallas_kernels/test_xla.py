@@ -64,7 +64,6 @@ assert {case.name for case in ELSEWHERE} > CI, "a case was renamed"
     "case",
     [pytest.param(case, id=case.name, marks=[] if case.name in CI else pytest.mark.thorough) for case in ELSEWHERE],
 )
-@pytest.mark.usefixtures("quick_compiling")
 def test_cases_for_other_devices(case: Case) -> None:
     check_case(case, "gpu")
 
@@ -78,7 +77,6 @@ def check_case(case: Case, platform: str) -> None:
     assert largest_error(case, out, expected, inputs.num_tokens) < 1
 
 
-@pytest.mark.usefixtures("quick_compiling")
 @pytest.mark.parametrize("layout", ["padded", "paired"])
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("gpu", marks=pytest.mark.thorough)])
 def test_layouts_of_kernels_read_alike(layout: str, platform: str) -> None:
@@ -111,7 +109,6 @@ def test_random_batches(case: Case, platform: str, seed: int) -> None:
     assert largest_error(case, out, expected, inputs.num_tokens) < 1
 
 
-@pytest.mark.usefixtures("quick_compiling")
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_a_row_alone_gives_the_same_answer(platform: str) -> None:
     """A row's answer does not depend on its neighbours' lengths, nor on where their pages lie."""
@@ -155,7 +152,6 @@ def test_no_loop_has_a_fixed_length(name: str, platform: str) -> None:
     assert "while[" in jaxpr and "scan[" not in jaxpr and "cond[" not in jaxpr
 
 
-@pytest.mark.usefixtures("quick_compiling")
 @pytest.mark.parametrize(
     ("platform", "turns"),
     [
