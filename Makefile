@@ -10,7 +10,8 @@ OLDEST_JAX := 0.11.2
 OLDEST_TESTS := $(addprefix tests/,test_devices.py core/runtime/test_compile.py core/layers/test_stack.py)
 OLDEST_TESTS += $(addprefix tests/,families/test_parity.py::test_chunks_and_padding_change_nothing)
 OLDEST_TESTS += $(addprefix tests/,core/sampling/test_sampler_state.py core/weights/test_orbax.py pallas_kernels/test_api.py)
-OLDEST_TESTS += $(addprefix tests/,e2e/test_ready.py)
+OLDEST_TESTS += $(addprefix tests/e2e/,test_ready.py::test_nothing_compiles_after_ready)
+OLDEST_TESTS += $(addprefix tests/e2e/,test_ready.py::test_update_weights_swaps_in_place_and_keeps_running_requests)
 # One target of each implementation; the others have the same kernels with other tiles.
 OLDEST_TARGETS := h200 a100 v5e
 PIP_FLAGS := --quiet --disable-pip-version-check

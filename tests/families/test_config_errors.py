@@ -15,6 +15,7 @@ from jaxserve.core.layers.norm import normalize
 from jaxserve.core.models.hf_config import HFConfig, override_config
 from jaxserve.errors import ConfigError
 from jaxserve.families.registry import FAMILIES, parse_config, weight_sources
+from tests.examples import scale_examples
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 LLAMA = {
@@ -370,7 +371,7 @@ HARD_TO_READ = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scale_examples(300), deadline=None)
 @given(data=st.data(), name=st.sampled_from(HARD_TO_READ))
 def test_any_value_is_understood_or_refused(data: st.DataObject, name: str):
     raw = json.loads((FOLDER / f"{name}.json").read_text())

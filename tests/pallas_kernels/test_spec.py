@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import AttnParams, AttnShape, KVSpec, prepare_batch
 from pallas_kernels.spec import BatchMeta
+from tests.examples import scale_examples
 
 PAGE_SIZE, ROWS, WIDTH, TOKENS = 4, 6, 30, 100
 SHAPE = AttnShape(1, KVSpec(1, 16, PAGE_SIZE, "float32"), "float32")
@@ -59,7 +60,7 @@ def rows(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return [draw(st.integers(0, WIDTH * PAGE_SIZE - count)) for count in new], new
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scale_examples(100), deadline=None)
 @given(rows=rows(), seed=st.integers(0, 999))
 def test_derived_fields(rows: tuple[list[int], list[int]], seed: int) -> None:
     computed, new = rows

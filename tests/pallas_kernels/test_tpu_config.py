@@ -27,6 +27,7 @@ from pallas_kernels.tpu.config import (
 )
 from pallas_kernels.tpu.tiles import NUM_COLUMNS, plan_tiles
 from pallas_kernels.worklist import StepRows
+from tests.examples import scale_examples
 
 BF16, F32, FP8 = "bfloat16", "float32", "float8_e4m3fn"
 
@@ -179,7 +180,7 @@ cut_tiles = jax.jit(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=scale_examples(60))
 @given(
     rows=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 80)), max_size=6),
     num_single=st.integers(0, 3),

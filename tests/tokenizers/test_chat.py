@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.tokenizers import Tokenizer, load_tokenizer, template
 from jaxserve.tokenizers.chat import encode_chat
+from tests.examples import scale_examples
 from tests.tokenizers import builders
 from tests.tokenizers.builders import CHAT_TEMPLATE
 
@@ -312,7 +313,7 @@ def test_ids_are_those_of_the_text(tokenizers: dict[str, Tokenizer], kind: str) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(data=st.data())
 def test_messages_never_become_special_tokens(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizers[kind]

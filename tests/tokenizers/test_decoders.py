@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models
 from jaxserve.errors import TokenizerError
 from jaxserve.tokenizers import Tokenizer as OurTokenizer
 from jaxserve.tokenizers import load_tokenizer
+from tests.examples import scale_examples
 
-LIMITS = settings(max_examples=300, deadline=None)
+LIMITS = settings(max_examples=scale_examples(300), deadline=None)
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = st.text("▁▁  ab!<0x4>日\ufffd", min_size=1, max_size=6).filter(lambda text: text not in BYTES)
 CHARACTERS = st.sampled_from("ab! \n▁é日😀\ufffd").map(lambda character: list(character.encode()))

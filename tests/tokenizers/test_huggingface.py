@@ -16,9 +16,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.tokenizers import load_tokenizer
+from tests.examples import scale_examples
 from tests.tokenizers import builders
 
-LIMITS = settings(max_examples=150, deadline=None)
+LIMITS = settings(max_examples=scale_examples(150), deadline=None)
 TEXTS = ["", "hello world", "  two", "日本語 😀 e\u0301", "a\0b", "12345", "né e", "x" * 500, "<tool>{}"]
 
 

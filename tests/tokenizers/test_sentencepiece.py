@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.tokenizers import Tokenizer, load_tokenizer
+from tests.examples import scale_examples
 from tests.tokenizers import builders
 
-LIMITS = settings(max_examples=120, deadline=None)
+LIMITS = settings(max_examples=scale_examples(120), deadline=None)
 TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \nabé日▁")), max_size=30)
 
 
@@ -191,7 +192,7 @@ def test_every_truncation_is_found(tmp_path: Path) -> None:
             load_tokenizer(tmp_path)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(data=st.binary(max_size=200))
 def test_garbage_raises_nothing_else(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("garbage") / "tokenizer.model"

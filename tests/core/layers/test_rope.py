@@ -20,6 +20,7 @@ from jaxserve.core.layers.rope import (
     rotary_table,
     rotate,
 )
+from tests.examples import scale_examples
 
 DIM = 64
 PLAIN = 10000.0 ** -(np.arange(0, DIM, 2) / DIM)
@@ -91,7 +92,7 @@ def test_table_is_exact_at_far_positions_and_carries_the_attention_factor():
     np.testing.assert_allclose(sin, 1.25 * np.sin(angles), atol=2e-6)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=scale_examples(20), deadline=None)
 @given(position=st.integers(0, 4096), shift=st.integers(0, 4096), seed=st.integers(0, 99))
 def test_products_depend_on_distance_only(position: int, shift: int, seed: int):
     rope = RopeConfig(rotary_dim=DIM, theta=10000.0)

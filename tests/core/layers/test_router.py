@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.core.layers.context import StepContext
 from jaxserve.core.layers.router import ExpertGroups, RouterConfig, route
+from tests.examples import scale_examples
 
 D, TOKENS = 6, 5
 
@@ -51,7 +52,7 @@ def routers(draw: st.DrawFn) -> RouterConfig:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=scale_examples(80), deadline=None)
 @given(config=routers(), seed=st.integers(0, 2**32 - 1))
 def test_experts_and_weights(config: RouterConfig, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.core.sampling import make_row_setting, pack_bits, record, set_row
 from jaxserve.token_automaton import MAX_STATE_TRANSITIONS, MAX_TRANSITIONS, TokenAutomaton
 from tests.core.sampling.cases import stale_state
+from tests.examples import scale_examples
 
 V, R = 331, 5
 write, count = jax.jit(set_row), jax.jit(record)
@@ -33,7 +34,7 @@ def allowed_line(automaton: TokenAutomaton, state: int) -> np.ndarray:
     return pack_bits(mask)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(sizes=st.lists(st.integers(1, MAX_STATE_TRANSITIONS), min_size=1, max_size=8), seed=st.integers(0, 2**32))
 def test_rows_follow_their_automata(sizes: list[int], seed: int) -> None:
     rng = random.Random(seed)

@@ -14,6 +14,7 @@ from safetensors.numpy import save
 from jaxserve.core.weights.header import MAX_HEADER_BYTES, parse_header
 from jaxserve.errors import WeightsError
 from tests.core.weights.checkpoints import BF16, raw_file
+from tests.examples import scale_examples
 
 GOOD = save(
     {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, BF16), "empty": np.ones((0, 2), np.int8)}
@@ -119,13 +120,13 @@ def accepts_alike(data: bytes) -> None:
         assert data[e.start : e.end] == bytes(theirs[name]["data"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scale_examples(300), deadline=None)
 @given(st.binary(max_size=64) | st.dictionaries(st.text(max_size=3), ENTRY | JSON, max_size=3), st.binary(max_size=16))
 def test_any_header(header: object, data: bytes) -> None:
     accepts_alike(raw_file(header, data))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scale_examples(300), deadline=None)
 @given(FLIPS, st.integers(0, len(GOOD)))
 def test_flipped_bytes(flips: list[tuple[int, int]], size: int) -> None:
     data = bytearray(GOOD)
@@ -135,7 +136,7 @@ def test_flipped_bytes(flips: list[tuple[int, int]], size: int) -> None:
     accepts_alike(bytes(data[:size]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scale_examples(100), deadline=None)
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=("Cs",)), max_size=5),

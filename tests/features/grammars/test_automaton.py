@@ -13,6 +13,7 @@ from jaxserve.features.grammars import Grammar, GrammarCompiler
 from jaxserve.features.grammars.automaton import make_automaton
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.token_automaton import MAX_TRANSITIONS, TokenAutomaton
+from tests.examples import scale_examples
 from tests.features.grammars.walks import list_allowed
 
 SMALL = {
@@ -63,7 +64,7 @@ def test_it_allows_what_the_matcher_allows(kinds: dict[str, GrammarCompiler], co
             assert len(texts) > 3 and all(re.fullmatch(SMALL[name]["regex"], text) for text in texts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(choices=st.lists(st.text("ab1", min_size=1, max_size=4), min_size=1, max_size=8), seed=st.integers(0, 2**32))
 def test_choices(compiler: GrammarCompiler, choices: list[str], seed: int) -> None:
     grammar = compile_one(compiler, {"choice": choices})

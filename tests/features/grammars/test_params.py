@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxserve import structured_params
 from jaxserve.errors import InvalidRequestError
 from jaxserve.structured_params import StructuredOutputsParams
+from tests.examples import scale_examples
 
 
 def make_nested(depth: int) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def test_grammars_are_looked_at_in_no_time(text: str) -> None:
     assert time.process_time() - start < 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scale_examples(200), deadline=None)
 @given(
     value=st.recursive(
         st.none() | st.booleans() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
