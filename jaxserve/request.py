@@ -12,6 +12,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.token_automaton import TokenAutomaton
 
 PRIORITIES = range(-(2**31), 2**31)
+_NO_PARAMS = SamplingParams()
 Rank = tuple[int, int]  # (service tier, priority); the smaller is served first
 
 
@@ -40,6 +41,14 @@ class ServiceTier(IntEnum):
 
 
 SERVICE_TIERS = {"auto": ServiceTier.DEFAULT, **{str(tier): tier for tier in ServiceTier}}  # by OpenAI's names
+
+
+class Task(Enum):
+    """What a request asks of the model."""
+
+    GENERATE = "generate"  # an answer to its prompt
+    READ = "read"  # its prompt alone, perhaps with log-probabilities
+    POOL = "pool"  # the prompt's embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams = _NO_PARAMS  # of the tasks GENERATE and READ
     prompt: str | None = None  # None when the user gave token ids
     eos_token_ids: tuple[int, ...] = ()  # empty with ignore_eos
     seed: int = 0  # 64 bits; the user's, or drawn at admission and kept through preemption and replay
@@ -87,8 +96,7 @@ class Request:
     priority: int = 0  # smaller ones run first within a tier (as in vLLM); in PRIORITIES
     service_tier: ServiceTier = ServiceTier.DEFAULT
     tenant: Tenant = DEFAULT_TENANT
-    wants_embedding: bool = False  # ends with its prompt and returns the last hidden state
-    wants_answer: bool = True  # False: ends with its prompt, whatever `params.max_tokens` says
+    task: Task = Task.GENERATE  # others end with the prompt, whatever `params.max_tokens` says
     deadline: float | None = None  # monotonic seconds at which the request ends with what it has
 
     @property
@@ -98,7 +106,7 @@ class Request:
     @property
     def needs_room(self) -> bool:
         """Whether the context must have room for a token of an answer. What is asked of a prompt needs none."""
-        return self.wants_answer and self.params.prompt_logprobs is None
+        return self.task is Task.GENERATE and self.params.prompt_logprobs is None
 
 
 @dataclass(frozen=True, slots=True)

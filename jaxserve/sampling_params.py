@@ -35,6 +35,15 @@ class OutputKind(Enum):
 RequestOutputKind = OutputKind  # vLLM's name
 
 
+def check_truncation(count: int | None) -> None:
+    """Raises InvalidRequestError if `truncate_prompt_tokens` is neither None, -1 nor at least 1."""
+    if count is None:
+        return
+    _require_integer("truncate_prompt_tokens", count, low=-1, high=2**31 - 1)
+    if count == 0:
+        raise InvalidRequestError("must be -1 or at least 1, got 0", field="truncate_prompt_tokens", value=0)
+
+
 def limit_prompt_logprobs(max_logprobs: int) -> int:
     """Returns the largest `prompt_logprobs` of a request; `max_logprobs` is the engine's limit, -1 for none."""
     return max_logprobs if max_logprobs >= 0 else _MAX_PROMPT_LOGPROBS
@@ -117,11 +126,10 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             message = f"must be at most max_tokens {self.max_tokens}, got {self.min_tokens}"
             raise InvalidRequestError(message, field="min_tokens", value=self.min_tokens)
-        for name, low in (("logprobs", -1), ("prompt_logprobs", 0), ("truncate_prompt_tokens", -1)):
+        for name, low in (("logprobs", -1), ("prompt_logprobs", 0)):
             if getattr(self, name) is not None:
                 _require_integer(name, getattr(self, name), low=low, high=2**31 - 1)
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidRequestError("must be -1 or at least 1, got 0", field="truncate_prompt_tokens", value=0)
+        check_truncation(self.truncate_prompt_tokens)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError("must be true or false", field=name, value=getattr(self, name))

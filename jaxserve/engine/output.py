@@ -12,6 +12,7 @@ from jaxserve.request import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
+    Task,
     TokenLogprobs,
 )
 from jaxserve.sampling_params import OutputKind
@@ -109,7 +110,7 @@ class OutputStream:
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._searched_from = sequence.num_prompt_tokens + params.min_tokens  # the first token searched for stops
         self._detokenizer: DetokenizerStream | None = None
-        if tokenizer is not None and params.detokenize:
+        if tokenizer is not None and params.detokenize and sequence.request.task is not Task.POOL:
             prompt_ids = sequence.request.prompt_token_ids
             self._detokenizer = tokenizer.new_stream(
                 params.skip_special_tokens, prompt_ids, params.spaces_between_special_tokens

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from jaxserve.core.scheduler import Sequence, StepOutputs, StepPlan
 from jaxserve.engine.output import OutputStream
+from jaxserve.request import Task
 
 
 def hand_out_prompts(
@@ -27,6 +28,6 @@ def hand_out_prompts(
             group = streams[sequence].group
             if outputs.prompt_logprobs is not None and group.prompt_logprobs is not None:
                 group.prompt_logprobs.add(outputs.prompt_logprobs, line, chunk.start, len(chunk.token_ids))
-            if outputs.embeddings is not None and sequence.request.wants_embedding and chunk.is_last:
+            if outputs.embeddings is not None and sequence.request.task is Task.POOL and chunk.is_last:
                 group.embedding = outputs.embeddings[row].tolist()
         line, row = line + len(chunk.token_ids), row + 1

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 from jaxserve.engine.request_options import Schedule, check_schedule
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.request import DEFAULT_TENANT, Request, ServiceTier, Tenant
+from jaxserve.request import DEFAULT_TENANT, Request, ServiceTier, Task, Tenant
 from jaxserve.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_SEED,
-    OutputKind,
     SamplingParams,
+    check_truncation,
     limit_prompt_logprobs,
 )
 from jaxserve.structured_params import StructuredOutputsParams
@@ -62,22 +62,20 @@ class RequestFactory:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        wants_answer: bool = True,
+        task: Task = Task.GENERATE,
         **schedule: Unpack[Schedule],
     ) -> Request:
         """Returns the request to continue a prompt. A prompt's own `cache_salt` takes precedence.
 
         Args:
-            wants_answer: False: the request ends with its prompt, of which it may want log-probabilities.
+            task: GENERATE or READ.
 
         Raises:
             InvalidRequestError: names what is wrong with the prompt, the parameters or the schedule.
         """
-        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            schedule["cache_salt"] = prompt["cache_salt"]
-        fields = check_schedule(**schedule)
+        fields = _check_schedule(prompt, schedule)
         text, token_ids = self._read(prompt)
-        return replace(self._make(text, token_ids, params, request_id, wants_answer), **fields)
+        return replace(self._make(text, token_ids, params, request_id, task), **fields)
 
     def make_chat(
         self,
@@ -138,19 +136,12 @@ class RequestFactory:
         Raises:
             InvalidRequestError: names what is wrong.
         """
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=1,
-            seed=0,
-            ignore_eos=True,
-            detokenize=False,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            output_kind=OutputKind.FINAL_ONLY,
-        )
+        check_truncation(truncate_prompt_tokens)
         if _as_mapping(prompt).get("prompt") == "":
             raise InvalidRequestError("is empty; give at least one character", field="prompt", value=prompt)
-        request = self.make(prompt, params, request_id=request_id, wants_answer=False, **schedule)
-        return replace(request, wants_embedding=True)
+        fields = _check_schedule(prompt, schedule)
+        text, token_ids = self._cut(*self._read(prompt), truncate_prompt_tokens, Task.POOL)
+        return Request(self._name(request_id), token_ids, prompt=text, task=Task.POOL, **fields)
 
     def _make(
         self,
@@ -158,12 +149,11 @@ class RequestFactory:
         token_ids: tuple[int, ...],
         params: SamplingParams,
         request_id: str | None,
-        wants_answer: bool = True,
+        task: Task = Task.GENERATE,
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be SamplingParams", field="sampling_params", value=params)
-        if not token_ids:
-            raise InvalidRequestError("is empty; give at least one token", field="prompt", value=text)
+        text, token_ids = self._cut(text, token_ids, params.truncate_prompt_tokens, task)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, and there is none", field="stop", value=params.stop
@@ -175,14 +165,10 @@ class RequestFactory:
         _check_logprobs("prompt_logprobs", params.prompt_logprobs, limit_prompt_logprobs(self._max_logprobs))
         if params.extra_args is not None:
             params = replace(params, extra_args=self._order_arguments(params.extra_args))
-        if params.truncate_prompt_tokens is not None:
-            most = self._max_model_len - 1 if wants_answer else self._max_model_len
-            count = params.truncate_prompt_tokens
-            token_ids, text = token_ids[-(most if count < 0 else count) :], None
         grammar = self._compile_grammar(params.structured_outputs)
         has_ids = params.allowed_token_ids is not None or params.suppress_tokens  # they take an automaton's place
         return Request(
-            request_id=request_id if request_id is not None else f"request-{next(self._counter)}",
+            request_id=self._name(request_id),
             prompt_token_ids=token_ids,
             params=params,
             prompt=text,
@@ -191,8 +177,22 @@ class RequestFactory:
             bad_words=tuple(self._tokenize_bad_words(params.bad_words)),
             grammar=grammar,
             automaton=None if grammar is None or has_ids else grammar.automaton,
-            wants_answer=wants_answer,
+            task=task,
         )
+
+    def _name(self, request_id: str | None) -> str:
+        return request_id if request_id is not None else f"request-{next(self._counter)}"
+
+    def _cut(
+        self, text: str | None, token_ids: tuple[int, ...], count: int | None, task: Task
+    ) -> tuple[str | None, tuple[int, ...]]:
+        """Returns a prompt, cut to its last `count` tokens (-1: as many as fit), which have no text then."""
+        if not token_ids:
+            raise InvalidRequestError("is empty; give at least one token", field="prompt", value=text)
+        if count is None:
+            return text, token_ids
+        most = self._max_model_len - (task is Task.GENERATE)
+        return None, token_ids[-(most if count < 0 else count) :]
 
     def _compile_grammar(self, params: StructuredOutputsParams | None) -> Any:
         if params is None:
@@ -279,6 +279,13 @@ class RequestFactory:
         if not is_integer or not 0 <= token_id < self._vocab_size:
             message = f"must be token ids in [0, {self._vocab_size}), got {shorten(token_id)}"
             raise InvalidRequestError(message, field=field, value=token_id)
+
+
+def _check_schedule(prompt: Prompt, schedule: Schedule) -> dict[str, Any]:
+    """Returns the fields of `check_schedule`, with the prompt's own `cache_salt` if it has one."""
+    if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+        schedule["cache_salt"] = prompt["cache_salt"]
+    return check_schedule(**schedule)
 
 
 def _as_mapping(prompt: object) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from jaxserve.errors import ConfigError, shorten
-from jaxserve.request import FinishReason, Request, RequestMetrics, RequestOutput
+from jaxserve.request import FinishReason, Request, RequestMetrics, RequestOutput, Task
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -159,6 +159,8 @@ def _describe_request(request: Request) -> dict[str, Any]:
         "choice.count": params.n,
         "seed": params.seed,
     }
+    if request.task is Task.POOL:
+        asked = {"id": asked["id"]}
     return {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None} | {
         "gen_ai.provider.name": "jaxserve",
         "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxserve.core.scheduler import Batch, StepPlan
 from jaxserve.engine.grammars import GrammarRows, StepMasks
+from jaxserve.request import Task
 
 
 class LateMasks(GrammarRows):
@@ -28,7 +29,7 @@ class LateMasks(GrammarRows):
             sequence = batch.by_ticket.get(ticket)
             if (
                 sequence is None
-                or sequence.request.wants_embedding
+                or sequence.request.task is Task.POOL
                 or not samples[index]
                 or self._random.random() < 0.5
             ):

@@ -25,7 +25,7 @@ from jaxserve.errors import (
     NoTokenLeftError,
     QueueFullError,
 )
-from jaxserve.request import DEFAULT_TENANT, FinishReason, Request, RequestOutput, ServiceTier, Tenant
+from jaxserve.request import DEFAULT_TENANT, FinishReason, Request, RequestOutput, ServiceTier, Task, Tenant
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler_options import SchedulerOptions
 from tests.engine.helpers import greedy, make_engine, run
@@ -184,8 +184,7 @@ class EngineMachine(RuleBasedStateMachine):
             service_tier=tier,
             tenant=tenant,
             deadline=None if patience is None else self.now + patience,
-            wants_embedding=embeds,
-            wants_answer=not embeds,
+            task=Task.POOL if embeds else Task.GENERATE,
         )
         displaced = self.ask_at_the_door(request) if asks else []
         if displaced is None:
@@ -367,7 +366,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check_output(self, request: Request, output: RequestOutput) -> None:
         assert [completion.index for completion in output.outputs] == list(range(request.params.n))
         wanted = min(request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(request.prompt_token_ids))
-        wanted = 0 if request.wants_embedding else wanted
+        wanted = 0 if request.task is Task.POOL else wanted
         alone = continue_alone(request.prompt_token_ids, wanted, self.windows, VOCAB)
         stops = [i for i, token in enumerate(alone) if token in request.params.stop_token_ids]
         expected = alone[: stops[0] + 1] if stops else alone
@@ -386,10 +385,10 @@ class EngineMachine(RuleBasedStateMachine):
                 assert completion.token_ids == expected[: len(completion.token_ids)] and output.embedding is None
                 continue
             assert completion.token_ids == expected
-            assert completion.finish_reason == ("stop" if stops or request.wants_embedding else "length")
+            assert completion.finish_reason == ("stop" if stops or request.task is Task.POOL else "length")
             assert completion.stop_reason == (alone[stops[0]] if stops else None)
             assert output.embedding == (
-                embed_alone(request.prompt_token_ids, self.windows) if request.wants_embedding else None
+                embed_alone(request.prompt_token_ids, self.windows) if request.task is Task.POOL else None
             )
 
 
@@ -506,12 +505,12 @@ def test_failed_step_ends_its_requests_and_spares_the_waiting() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_prompt_may_fill_the_context_where_no_answer_needs_room(overlap: bool) -> None:
     engine, device = make_engine(overlap=overlap)
-    outputs = run(engine, [greedy("a", range(512), 5, wants_answer=False), greedy("b", range(9), 2)])
+    outputs = run(engine, [greedy("a", range(512), 5, task=Task.READ), greedy("b", range(9), 2)])
     (ended,) = outputs["a"].outputs
     assert (ended.token_ids, ended.finish_reason) == ([], "length")
     assert outputs["b"].outputs[0].token_ids == continue_alone(range(9), 2, [None], device.vocab_size)
     with pytest.raises(InvalidRequestError, match="has 513; shorten it"):
-        engine.add_request(greedy("c", range(513), 5, wants_answer=False))
+        engine.add_request(greedy("c", range(513), 5, task=Task.READ))
     with pytest.raises(InvalidRequestError, match="has 512; at most 511 leave room for an answer"):
         engine.add_request(greedy("d", range(512), 5))
 
@@ -519,7 +518,7 @@ def test_a_prompt_may_fill_the_context_where_no_answer_needs_room(overlap: bool)
 def test_a_prompt_alone_still_reports_logits_that_are_not_finite() -> None:
     engine, device = make_engine(rows=1)
     device.poison_rows = {0}
-    outputs = run(engine, [greedy("a", range(512), 5, wants_answer=False)])
+    outputs = run(engine, [greedy("a", range(512), 5, task=Task.READ)])
     assert isinstance(outputs["a"].error, NonFiniteLogitsError)
 
 

@@ -17,7 +17,7 @@ from jaxserve.engine import grammars
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import DeadlineError, GrammarError
 from jaxserve.features.grammars import MatcherError
-from jaxserve.request import Request, RequestOutput
+from jaxserve.request import Request, RequestOutput, Task
 from jaxserve.sampling_params import SamplingParams
 from tests.fake_device import FakeDevice, continue_alone, embed_alone
 
@@ -181,7 +181,7 @@ def test_a_deadline_ends_a_request_while_its_mask_is_late(overlap: bool) -> None
 
 
 def test_embeddings_beside_grammars() -> None:
-    vector = dataclasses.replace(make("vector", None, 1), wants_embedding=True)
+    vector = dataclasses.replace(make("vector", None, 1), task=Task.POOL)
     outputs = run(make_engine(), make("late", Grammar(slow={0, 1})), vector)
     assert outputs["vector"].embedding == embed_alone(PROMPT, [None])
     assert outputs["late"].outputs[0].token_ids == continue_alone(PROMPT, 12, [None], VOCAB)

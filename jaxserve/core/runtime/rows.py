@@ -117,4 +117,4 @@ def find_variant(new_row: NewRow) -> SampleVariant:
     """Returns the least sample program that serves a row, masks aside."""
     if new_row.history is not None:
         return SampleVariant.FULL
-    return SampleVariant.GREEDY if new_row.params.is_greedy else SampleVariant.RANDOM
+    return SampleVariant.GREEDY if new_row.wants_embedding or new_row.params.is_greedy else SampleVariant.RANDOM

@@ -16,7 +16,7 @@ from jaxserve.core.scheduler.unfinished import UnfinishedRequests
 from jaxserve.core.scheduler.waiting import WaitingQueue
 from jaxserve.core.scheduler.widths import WidthChooser
 from jaxserve.errors import JaxServeError, NonFiniteLogitsError, NoTokenLeftError
-from jaxserve.request import FinishReason
+from jaxserve.request import FinishReason, Task
 
 # Parameters that can forbid tokens, the strictest first: the first that a request has is named if none is left.
 _CONSTRAINTS = (
@@ -66,7 +66,7 @@ class Committer:
             sequence = self._batch.by_ticket.get(chunk.ticket)
             if sequence is None:
                 continue
-            ends = chunk.is_last and sequence.request.wants_embedding  # an embedding ends with its prompt
+            ends = chunk.is_last and sequence.request.task is Task.POOL  # an embedding ends with its prompt
             if run[-1] == NON_FINITE or (chunk.is_last and not ends):
                 self._take((chunk.ticket,), (run,), 1, commit)
                 if len(sequence.token_ids) > sequence.num_prompt_tokens:

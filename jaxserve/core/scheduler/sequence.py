@@ -9,7 +9,7 @@ from enum import Enum, auto
 from jaxserve.core.pages.manager import SequencePages
 from jaxserve.core.scheduler.step_plan import NewRow, RowHistory
 from jaxserve.errors import JaxServeError
-from jaxserve.request import FinishReason, Rank, Request
+from jaxserve.request import FinishReason, Rank, Request, Task
 
 # Sentinels in place of a token id: the row's logits are not finite; its parameters forbid every token; its mask was
 # late, so it did not sample. What follows a run is NOT_KEPT.
@@ -93,7 +93,7 @@ class Sequence:
             self.index,
             self.max_num_tokens,
             self._make_history(),
-            request.wants_embedding,
+            request.task is Task.POOL,
             tuple(self.token_ids) if has_lookups else (),
             request.cache_salt if has_lookups else "",
         )

@@ -10,7 +10,7 @@ from jaxserve.core.scheduler.running import Batch
 from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus, make_order
 from jaxserve.core.scheduler.waiting import WaitingQueue
 from jaxserve.errors import CapacityError, InvalidRequestError, JaxServeError
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, Task
 
 _shared_alone = itertools.count()  # unique salts; request ids can be reused
 
@@ -77,11 +77,12 @@ class UnfinishedRequests:
                 f"{num_prompt}; {fits}"
             )
             raise InvalidRequestError(message, field="prompt", value=num_prompt)
-        wanted, pages = request.params.max_tokens if request.wants_answer else 0, self._pages
+        generates, pages = request.task is Task.GENERATE, self._pages
+        wanted = request.params.max_tokens if generates else 0
         most = max_model_len if wanted is None else min(max_model_len, num_prompt + wanted)
         if (unfit := pages.first_unfit_group(most)) is not None:
             message = f"{most} tokens need {unfit[0]} KV pages, and the whole pool has {unfit[1]}"
-            raise CapacityError(message, field="max_tokens" if request.wants_answer else "prompt", value=wanted)
+            raise CapacityError(message, field="max_tokens" if generates else "prompt", value=wanted)
         count = request.params.n
         shares_alone = count > 1 and not pages.enable_prefix_caching
         salt = f"n of request {next(_shared_alone)}" if shares_alone else request.cache_salt

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request as EngineRequest
-from jaxserve.request import RequestOutput, TokenLogprobs
+from jaxserve.request import RequestOutput, Task, TokenLogprobs
 from jaxserve.server.answers import AnswerReader, respond
 from jaxserve.server.body import prepare, read_body
 from jaxserve.server.errors import ApiError
@@ -86,8 +86,8 @@ def make_requests(body: CompletionRequest, state: ServerState, options: dict[str
         for prompt in prompts:
             if "prompt" in prompt:
                 prompt["prompt_token_ids"] = encode(prompt["prompt"], add_special_tokens=False)
-    wants_answer = body.max_tokens != 0
-    return [engine.requests.make(prompt, params, wants_answer=wants_answer, **options) for prompt in prompts]
+    task = Task.READ if body.max_tokens == 0 else Task.GENERATE
+    return [engine.requests.make(prompt, params, task=task, **options) for prompt in prompts]
 
 
 class CompletionWriter:

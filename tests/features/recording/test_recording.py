@@ -24,7 +24,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RecordingError
 from jaxserve.features.recording.recording import Recording, RecordingFile, refuse_target
 from jaxserve.features.recording.replay import RecordingReader, Replay, ReplaySummary
-from jaxserve.request import Request
+from jaxserve.request import Request, Task
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduler_options import SchedulerOptions
 from tests.engine.test_grammars import Grammar
@@ -99,7 +99,8 @@ def draw_requests(draw: random.Random) -> Iterator[Request]:
             logprobs=draw.choice([None, 1]) if kind == "plain" else None,
             seed=draw.randrange(2**63),
         )
-        options = {"grammar": grammar, "wants_embedding": kind == "embeds", "priority": draw.choice([0, 0, 3])}
+        task = Task.POOL if kind == "embeds" else Task.GENERATE
+        options = {"grammar": grammar, "task": task, "priority": draw.choice([0, 0, 3])}
         yield Request(f"r{count}", tuple(prompt), params, **options)
 
 
