@@ -45,7 +45,8 @@ class Engine:
         self.runner = runner
         self.attention = attention
         self.counts = EngineCounts(scheduler.clock)
-        self._grammars = GrammarRows(vocab_size, None if scheduler.limits.options.deterministic else MASK_TIMEOUT)
+        waits = scheduler.limits.options.deterministic or scheduler.limits.keeps_states
+        self._grammars = GrammarRows(vocab_size, None if waits else MASK_TIMEOUT)
         self._deadlines = Deadlines()
         self._clock = scheduler.clock
         self._tokenizer = tokenizer

@@ -117,7 +117,7 @@ def _read_layers(config: HFConfig) -> tuple[LayerKind, ...]:
     borrowing = {
         name: replace(
             kind,
-            attention=replace(kind.attention, projections="q"),
+            mixer=replace(kind.attention, projections="q"),
             mlp=_widen(mlp, wide),
             page_owner=last[name],
         )

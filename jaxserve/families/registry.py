@@ -212,7 +212,7 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
     patterns = (r".*\.rotary_emb\.inv_freq", *own)
     if config.quantization is not None:
         patterns += UNREAD + (EMPTY_BIASES if config.quantization.has_empty_biases else ())
-    attention = config.layers[0].attention
+    attention = config.attentions[0]
     unread = "kv" if attention.kv_scales is None else "" if attention.latent is None else "v"
     if unread:
         patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', f'[{unread}]')}" for name in KV_SCALE_NAMES)

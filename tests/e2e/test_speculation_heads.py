@@ -134,7 +134,7 @@ def run_and_read(llm: LLM, prompt: list[int], max_tokens: int) -> tuple[np.ndarr
     rows, cache = ready.runner.device.rows, ready.runner.device.cache
     row = int(np.argmax(rows.num_computed[: ready.shapes.state.padding_row]))
     pages, length = np.asarray(rows.page_table[head.groups[0], row]), int(rows.num_computed[row])
-    return gather_logical(cache[-1], pages, length, head.shapes[0].spec, page_offset=head.layout.page_offsets[0])
+    return gather_logical(cache[-1], pages, length, head.shapes[0].spec, page_offset=head.layout.offsets[0])
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", pytest.param("gemma2", marks=pytest.mark.thorough)])

@@ -95,7 +95,7 @@ class NaiveRunner:
         devices = 1 if mesh is None else mesh.size
         specs = [
             KVSpec(heads.num_kv_heads, heads.head_dim, PAGE_SIZE, config.dtype, value_dim=heads.value_dim)
-            for heads in (group.heads for group in config.kv_groups)
+            for heads in (group.memory for group in config.kv_groups)
         ]
         plan = plan_cache(
             config,
@@ -110,7 +110,7 @@ class NaiveRunner:
             self.cache = jax.device_put(self.cache, DEFAULT_RULES.sharding(mesh, KV_POOL_AXES))
         shapes = [
             AttnShape(
-                group.heads.num_heads // devices,
+                group.memory.num_heads // devices,
                 dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads // devices),
                 config.dtype,
                 group.window,

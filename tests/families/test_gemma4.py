@@ -68,7 +68,7 @@ def test_multimodal_checkpoints_are_read_for_their_decoder() -> None:
 
 
 def plan(config: DecoderConfig) -> Any:
-    specs = [KVSpec(group.heads.num_kv_heads, group.heads.head_dim, 64, "bfloat16") for group in config.kv_groups]
+    specs = [KVSpec(group.memory.num_kv_heads, group.memory.head_dim, 64, "bfloat16") for group in config.kv_groups]
     return plan_cache(config, specs=specs, max_chunk=512, num_devices=1, budget=GIB)
 
 
@@ -80,8 +80,8 @@ def test_layers_that_borrow_pages_take_none() -> None:
     (full, pages), (windowed, others) = zip(made.pools, made.num_pages, strict=True)
     assert (full[0].head_dim, full[1]) == (512, 3 * pages)
     assert (windowed[0].head_dim, windowed[1]) == (256, 12 * others)
-    assert made.layout.page_offsets[34] == made.layout.page_offsets[14] == 2 * pages
-    assert made.layout.page_offsets[33] == made.layout.page_offsets[13] == 11 * others
+    assert made.layout.offsets[34] == made.layout.offsets[14] == 2 * pages
+    assert made.layout.offsets[33] == made.layout.offsets[13] == 11 * others
 
 
 def test_devices_need_heads_of_both_sizes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.context import LayerContext
 from jaxserve.core.layers.linear import Leaf, linear
+from jaxserve.core.layers.memory import PagedKV
 from jaxserve.core.layers.norm import NormConfig, normalize, normalize_plainly
 from jaxserve.core.layers.rope import rotate
 from jaxserve.core.sharding import DEFAULT_RULES, KV_POOL_AXES
@@ -62,15 +63,6 @@ class QueryGrowth:
     length: int
 
 
-class HeadShape(NamedTuple):
-    """What layers have in common that share a page table, beside a window. `value_dim` is that of latents."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int | None
-
-
 @dataclass(frozen=True)
 class AttentionConfig:
     """`num_kv_heads` counts stored heads: each KV head of the checkpoint is stored `kv_repeats` times.
@@ -78,6 +70,7 @@ class AttentionConfig:
     `qk_norm` applies before rotation. `scale` multiplies scores, `softcap` bounds them. `sinks`: every head has a
     learned score without a value, which takes part in the softmax. With `latent` there is one KV head. `v_norm`: values
     are normalised, without a weight. `projections`: `num_kv_heads` counts the heads that are read, whoever writes them.
+    Without `causal` a token sees its whole text.
     """
 
     num_heads: int
@@ -95,6 +88,7 @@ class AttentionConfig:
     query_growth: QueryGrowth | None = None
     v_norm: bool = False
     projections: Projections = "qkv"
+    causal: bool = True
 
     @property
     def value_dim(self) -> int | None:
@@ -107,9 +101,16 @@ class AttentionConfig:
         return self.num_kv_heads * (self.group_size + len(self.projections) - 1) * self.head_dim
 
     @property
-    def heads(self) -> HeadShape:
-        """The numbers that its pages and kernels depend on."""
-        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
+    def memory(self) -> PagedKV:
+        """The keys and values that it keeps."""
+        return PagedKV(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.causal)
+
+    @property
+    def num_activations(self) -> int:
+        """The numbers per token that it holds: queries, keys, values; of latents queries and answers."""
+        if self.value_dim is not None:
+            return self.num_heads * (self.head_dim + self.value_dim)
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def group_size(self) -> int:
@@ -183,7 +184,7 @@ def attend_pages(
         kv_pages: jax.Array,
         batch: BatchMeta,
     ) -> tuple[jax.Array, jax.Array]:
-        layer = AttnLayer(params, HeadParams(**heads), ctx.page_offset)
+        layer = AttnLayer(params, HeadParams(**heads), ctx.offset)
         if k is None:
             return attend_stored(q, kv_pages, batch, layer)
         if ctx.only_stores:
@@ -191,7 +192,7 @@ def attend_pages(
         return attend_with_update(q, k, v, kv_pages, batch, layer)
 
     if ctx.mesh is None:
-        return attend_here(q, k, v, heads, ctx.kv_pages, ctx.batch)
+        return attend_here(q, k, v, heads, ctx.pool, ctx.batch)
     by_head = DEFAULT_RULES.spec((None, "heads", None))
     by_kv_head = DEFAULT_RULES.spec((None, "kv_heads", None))
     each_head = {name: DEFAULT_RULES.spec((_HEAD_AXES[name],)) for name in heads}
@@ -203,7 +204,7 @@ def attend_pages(
         out_specs=(by_head, pool),
         check_vma=False,  # kernels state no varying axes
     )
-    return sharded(q, k, v, heads, ctx.kv_pages, ctx.batch)
+    return sharded(q, k, v, heads, ctx.pool, ctx.batch)
 
 
 def _grow_queries(growth: QueryGrowth, q: Float[Array, "T N H"], positions: Int[Array, " T"]) -> Float[Array, "T N H"]:

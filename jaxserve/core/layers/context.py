@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-import jax
+import flax.struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import XLA_PRODUCTS, QuantizedProducts
 from pallas_kernels.spec import BatchMeta
 
 Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines and sines of each token's angles
+
+
+@flax.struct.dataclass
+class StateSlots:
+    """The slots of a step's rows in pools of recurrent state: where each reads, and where it writes (recurrent.py)."""
+
+    read: Int[Array, " S"]
+    write: Int[Array, " S"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +40,19 @@ class StepContext:
 class LayerContext(StepContext):
     """The step as one layer sees it.
 
-    `rotary` is None in a layer without rotation. `kv_pages` is the pool that holds the layer's keys and values, from
-    page `page_offset` on; `window` counts the tokens that a query sees, itself included, None for all. `layer_input` is
-    the layer's own input, in models that have one. With `only_stores` nobody reads what the layer returns, only the
-    keys and values that it stores: attention then returns zeros.
+    `rotary` is None in a layer without rotation. `batch` is that of the layer's KV group; a layer without pages gets
+    another group's, which has the same rows. `pool` has the memory of the layer and perhaps of others (memory.py):
+    pages, of which its own begin at `offset`; the arrays of a recurrent state by name, [L, R, ...], where `offset` is
+    its place among L layers and `slots` are the rows' places; or None. `window` counts the tokens that a query sees,
+    itself included, None for all. `layer_input` is the layer's own input, in models that have one. With `only_stores`
+    nobody reads what the layer returns, only the keys and values that it stores: attention then returns zeros.
     """
 
     rotary: Rotary | None
     batch: BatchMeta
-    kv_pages: jax.Array  # [num_pages, 2K, page_size, H]
-    page_offset: int
+    pool: Any  # of pages: [num_pages, 2K, page_size, H]
+    offset: int
     window: int | None
+    slots: StateSlots | None = None
     layer_input: Float[Array, "T P"] | None = None
     only_stores: bool = False

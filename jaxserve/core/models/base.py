@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,9 +14,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.core.layers.attention import AttentionConfig, HeadShape
+from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.context import LayerContext, StepContext
 from jaxserve.core.layers.embedding import EmbeddingConfig
+from jaxserve.core.layers.memory import LayerMemory, Mixer, PagedKV, RecurrentState
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.moe import MoEConfig
 from jaxserve.core.layers.norm import NormConfig
@@ -113,7 +115,7 @@ class KVGroup:
 
     layers: tuple[int, ...]
     window: int | None
-    heads: HeadShape
+    memory: PagedKV
     borrowing: tuple[int, ...] = ()
 
     @property
@@ -126,14 +128,20 @@ class KVGroup:
 class LayerKind:
     """What may differ between the layers of one model. `rope` is None in a layer without rotation.
 
-    `page_owner` is the earlier layer whose pages it reads instead of writing its own; None where it has its own.
+    `page_owner` is the earlier layer in whose pages its keys and values are; None where it has its own pages.
     """
 
-    attention: AttentionConfig
+    mixer: Mixer
     window: int | None
     rope: RopeConfig | None
     mlp: MLPConfig | MoEConfig
     page_owner: int | None = None
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer of a layer with attention."""
+        assert isinstance(self.mixer, AttentionConfig)
+        return self.mixer
 
 
 @dataclass(frozen=True)
@@ -186,7 +194,27 @@ class DecoderConfig:
     @property
     def attentions(self) -> tuple[AttentionConfig, ...]:
         """The different forms of attention, in the order of the first layers that have them."""
-        return tuple(dict.fromkeys(kind.attention for kind in self.layers))
+        return tuple(dict.fromkeys(kind.mixer for kind in self.layers if isinstance(kind.mixer, AttentionConfig)))
+
+    @property
+    def memories(self) -> tuple[LayerMemory, ...]:
+        """What each layer keeps between two steps."""
+        return tuple(kind.mixer.memory for kind in self.layers)
+
+    @functools.cached_property
+    def states(self) -> tuple[tuple[RecurrentState, int], ...]:
+        """The different recurrent states, and how many layers keep each."""
+        return tuple(Counter(memory for memory in self.memories if isinstance(memory, RecurrentState)).items())
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether texts that begin alike may share what layers keep."""
+        return self.causal and not self.states
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens see only those before them. If not, texts are computed whole, and the model generates none."""
+        return all(kind.mixer.causal for kind in self.layers)
 
     @property
     def has_experts(self) -> bool:
@@ -221,14 +249,15 @@ class DecoderConfig:
 
     @functools.cached_property
     def kv_groups(self) -> tuple[KVGroup, ...]:
-        """Groups of layers with equal windows and heads, full attention first, then by growing window."""
-        found: dict[tuple[int | None, HeadShape], list[int]] = {}
-        for index, kind in enumerate(self.layers):
-            found.setdefault((self.windows[index], kind.attention.heads), []).append(index)
+        """Groups of layers with pages, by equal windows and heads, full attention first, then by growing window."""
+        found: dict[tuple[int | None, PagedKV], list[int]] = {}
+        for index, memory in enumerate(self.memories):
+            if isinstance(memory, PagedKV):
+                found.setdefault((self.windows[index], memory), []).append(index)
         borrowing = {index for index, owner in enumerate(self.page_owners) if owner != index}
         groups = [
-            KVGroup(tuple(layers), window, heads, tuple(index for index in layers if index in borrowing))
-            for (window, heads), layers in found.items()
+            KVGroup(tuple(layers), window, memory, tuple(index for index in layers if index in borrowing))
+            for (window, memory), layers in found.items()
         ]
         return tuple(sorted(groups, key=lambda group: 0 if group.window is None else group.window))
 
@@ -239,14 +268,17 @@ class DecoderConfig:
         return tuple(index if owner is None else owner for index, owner in enumerate(owners))
 
     @functools.cached_property
-    def layer_groups(self) -> tuple[int, ...]:
-        """For each layer, the index of its KV group."""
+    def layer_groups(self) -> tuple[int | None, ...]:
+        """For each layer, the index of its KV group; None for a layer without pages."""
         index_of = {layer: index for index, group in enumerate(self.kv_groups) for layer in group.layers}
-        return tuple(index_of[layer] for layer in range(self.num_layers))
+        return tuple(index_of.get(layer) for layer in range(self.num_layers))
 
     def change_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> DecoderConfig:
-        """Returns the config with the attention of every layer replaced by what `change` makes of it."""
-        layers = (dataclasses.replace(kind, attention=change(kind.attention)) for kind in self.layers)
+        """Returns the config with the attention of every layer that has one replaced by what `change` makes of it."""
+        layers = (
+            dataclasses.replace(kind, mixer=change(kind.mixer)) if isinstance(kind.mixer, AttentionConfig) else kind
+            for kind in self.layers
+        )
         return dataclasses.replace(self, layers=tuple(layers))
 
     def with_max_model_len(self, max_model_len: int) -> DecoderConfig:
@@ -315,8 +347,8 @@ Leaves = Mapping[str, Any]
 Stream = Float[Array, "T D"]
 """The residual stream: what a layer reads, and adds to."""
 
-Layer = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], tuple[Stream, jax.Array]]
-"""One layer; returns the residual stream and the KV pool of its pages."""
+Layer = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], tuple[Stream, Any]]
+"""One layer; returns the residual stream, and `LayerContext.pool` with what it keeps of the step."""
 
 
 PREDICTION_LAYER = (r"model\.layers\.{num_layers}\..*",)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.attention import AttentionConfig
-from jaxserve.core.layers.context import LayerContext
+from jaxserve.core.layers.context import LayerContext, StateSlots
 from jaxserve.core.layers.embedding import embed_tokens, project_to_vocab
 from jaxserve.core.layers.layer_inputs import make_layer_inputs
 from jaxserve.core.layers.moe import MoEConfig
@@ -25,28 +24,41 @@ from jaxserve.errors import ConfigError
 from jaxserve.families.registry import FAMILIES
 from pallas_kernels.spec import BatchMeta
 
-Pools = tuple[jax.Array, ...]
-"""The KV pools of a model, [num_pages, 2K, page_size, H] each."""
+Pools = tuple[Any, ...]
+"""The pools of a model: of pages [num_pages, 2K, page_size, H] each, then of each recurrent state, arrays by name."""
 
 _MAX_DEVICES = 64  # largest tensor parallel size that an error suggests
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Per layer: its first page in its pool, and the index of its KV group. Per KV group: the index of its pool."""
+    """The places of layers in pools.
 
-    page_offsets: tuple[int, ...]
-    groups: tuple[int, ...]
+    `offsets`: per layer, its first page, or its place among the layers of a state's pool. `groups`: per layer, the
+    index of its KV group, None without pages. `pools`: per KV group, the index of its pool. `state_pools`: per layer,
+    the index of the pool of its recurrent state, None without; empty if no layer has one.
+    """
+
+    offsets: tuple[int, ...]
+    groups: tuple[int | None, ...]
     pools: tuple[int, ...]
+    state_pools: tuple[int | None, ...] = ()
 
     @property
     def num_pools(self) -> int:
         """Pools of the model."""
-        return max(self.pools) + 1
+        return 1 + max(pool for pool in (*self.pools, *self.state_pools) if pool is not None)
+
+    def find_pool(self, layer: int) -> int | None:
+        """Returns the index of a layer's pool; None if it keeps nothing."""
+        group = self.groups[layer]
+        if group is not None:
+            return self.pools[group]
+        return self.state_pools[layer] if self.state_pools else None
 
     def list_offsets(self, group: int) -> tuple[int, ...]:
         """Returns the first page of each layer of a KV group that has pages of its own."""
-        pairs = zip(self.page_offsets, self.groups, strict=True)
+        pairs = zip(self.offsets, self.groups, strict=True)
         return tuple(dict.fromkeys(first for first, each in pairs if each == group))
 
 
@@ -59,15 +71,17 @@ def forward(
     *,
     layout: CacheLayout,
     mesh: Mesh | None,
+    slots: StateSlots | None = None,
     aux_layers: tuple[int, ...] = (),
     only_stores: bool = False,
 ) -> tuple[Float[Array, "T D"], Pools, Float[Array, "T AD"] | None]:
-    """Runs all layers over one step's flat tokens, writing their K and V into the pools.
+    """Runs all layers over one step's flat tokens, writing what they keep into the pools.
 
     `params` is a runtime tree (layers/stack.py) of `config.dtype`, sharded by its specs if there is a mesh. Returns
     the residual stream *before* the final norm, the pools and, for a drafter, the residual stream before each layer of
     `aux_layers` (ascending; the number of layers means after the last), side by side: [T, A * D], None without any.
     With `only_stores` the last layer computes no more than its keys and values, and the residual stream means nothing.
+    `slots` are needed by layers with a recurrent state.
     """
     layer = FAMILIES[config.family].layer
     x = embed_tokens(config.embedding, params["embed"], token_ids)
@@ -78,21 +92,23 @@ def forward(
     for index, kind in enumerate(config.layers):
         if index in aux_layers:
             captured.append(x)
-        group = layout.groups[index]
-        pool = layout.pools[group]
+        group, pool = layout.groups[index], layout.find_pool(index)
         ctx = LayerContext(
             mesh=mesh,
             products=config.products,
             few_rows=config.few_rows,
             rotary=tables.get(kind.rope),
-            batch=batches[group],
-            kv_pages=written[pool],
-            page_offset=layout.page_offsets[index],
+            batch=batches[group or 0],
+            pool=None if pool is None else written[pool],
+            offset=layout.offsets[index],
             window=config.windows[index],
+            slots=slots,
             layer_input=None if inputs is None else inputs[:, index],
             only_stores=only_stores and index == config.num_layers - 1,
         )
-        x, written[pool] = layer(config, kind, params["layers"][index], x, ctx)
+        x, kept = layer(config, kind, params["layers"][index], x, ctx)
+        if pool is not None:
+            written[pool] = kept
     if config.num_layers in aux_layers:
         captured.append(x)
     return x, tuple(written), jnp.concatenate(captured, axis=-1) if captured else None

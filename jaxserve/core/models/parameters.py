@@ -165,8 +165,8 @@ def sink_params(layer: CheckpointLayer) -> Table:
 
 def kv_scale_params(layer: CheckpointLayer) -> Table:
     """Returns `k_scale` and `v_scale`, if the checkpoint has them; of latents `k_scale` only."""
-    attention = layer.kind.attention
-    if attention.kv_scales is None:
+    attention = layer.kind.mixer
+    if not isinstance(attention, AttentionConfig) or attention.kv_scales is None:
         return {}
 
     def spread(tensor: np.ndarray) -> np.ndarray:

@@ -54,14 +54,25 @@ def make_compiler(
     pool_sharding = DEFAULT_RULES.sharding(mesh, KV_POOL_AXES)
     replicated = NamedSharding(mesh, PartitionSpec())
     features = bind_features(shapes, plan, mesh)
-    step_mesh = mesh if mesh.size > 1 else None
-    model = StepModel(shapes.model, plan.layout, shapes.attention, step_mesh, shapes.impl, shapes.processor, features)
+    model = StepModel(
+        shapes.model,
+        plan.layout,
+        shapes.attention,
+        mesh if mesh.size > 1 else None,
+        shapes.impl,
+        shapes.processor,
+        features,
+        shapes.generates,
+    )
+    pools = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=pool_sharding)
+        for shape, (spec, _) in zip(plan.pool_shapes, plan.pools, strict=True)
+    ]
+    states = describe_states(shapes, mesh)
+    of_pages = plan.layout.num_pools - len(states)
     inputs = ProgramInputs(
         params=abstract_params(param_specs(shapes.model), shapes, mesh),
-        cache=tuple(
-            jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=pool_sharding)
-            for shape, (spec, _) in zip(plan.pool_shapes, plan.pools, strict=True)
-        ),
+        cache=(*pools[:of_pages], *states, *pools[of_pages:]),
         rows=describe_rows(shapes, replicated),
         sampler=sampler_state_specs(shapes.state.rows, shapes.model.vocab_size, replicated),
         feature_params=tuple(feature.params_specs(shapes, mesh) for feature in features),
@@ -89,6 +100,21 @@ def describe_rows(shapes: Shapes, sharding: Sharding | None) -> RowState:
     for feature in shapes.features:
         columns |= feature.column_specs(shapes.state.rows)
     return row_state_specs(shapes.state, sharding, columns)
+
+
+def describe_states(sizes: Sizes, mesh: Mesh) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """Returns the abstract values of the pools of recurrent states: [L, R, ...] by name, R without the padding row."""
+    return [
+        {
+            array.name: jax.ShapeDtypeStruct(
+                (num_layers, sizes.state.padding_row, *array.shape),
+                jnp.dtype(array.dtype),
+                sharding=DEFAULT_RULES.sharding(mesh, (None, None, *array.axes)),
+            )
+            for array in state.arrays
+        }
+        for state, num_layers in sizes.model.states
+    ]
 
 
 def _share(specs: Any, sharding: Sharding) -> Any:

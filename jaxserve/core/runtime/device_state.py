@@ -16,7 +16,7 @@ from jaxserve.core.runtime.inputs import StateShape
 if TYPE_CHECKING:
     from jax.sharding import Sharding
 
-KVCache = tuple[jax.Array, ...]  # pools [pages of their layers, 2K, page_size, H]: the model's, then those of features
+KVCache = tuple[Any, ...]  # `models.decoder.Pools` of the model, then pools of pages of features
 
 
 @flax.struct.dataclass

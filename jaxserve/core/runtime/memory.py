@@ -6,12 +6,14 @@ the pools exist, and the pools are made once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 
+from jaxserve.core.layers.memory import LayerMemory, RecurrentState
 from jaxserve.core.models.base import DecoderConfig, KVGroup, ParamSpec
 from jaxserve.core.models.decoder import CacheLayout
 from jaxserve.core.runtime.host_memory import host_memory_bytes
@@ -37,7 +39,7 @@ class DeviceUse:
     params: int
     temporaries: int  # the largest of any program
     code: int  # all programs
-    state: int  # rows, and two steps' inputs and outputs
+    state: int  # rows with their recurrent states, and two steps' inputs and outputs
     buffers: int  # of features, beside their state
     reserve: int  # for modules and command buffers, which appear at first execution
 
@@ -168,22 +170,34 @@ def plan_cache(
             sequences = min(sequences, float(max_sequences))
         counts = [max(need, _round_down(int(need * sequences))) + 1 for need in needs]
     layout = _lay_out(specs, counts, config.layer_groups, config.page_owners)
+    layout = _place_states(layout, config.memories) if config.states else layout
     return CachePlan(tuple(specs), tuple(counts), layout, num_devices, attached)
 
 
 def _lay_out(
-    specs: Sequence[KVSpec], num_pages: Sequence[int], groups: tuple[int, ...], owners: tuple[int, ...]
+    specs: Sequence[KVSpec], num_pages: Sequence[int], groups: tuple[int | None, ...], owners: tuple[int, ...]
 ) -> CacheLayout:
     """Returns the layout of layers of these groups, where groups of equal specs share a pool, layer behind layer."""
     index_of = {spec: index for index, spec in enumerate(dict.fromkeys(specs))}
     ends, offsets = dict.fromkeys(specs, 0), []
     for layer, group in enumerate(groups):
-        if owners[layer] != layer:
-            offsets.append(offsets[owners[layer]])
+        if group is None or owners[layer] != layer:
+            offsets.append(0 if group is None else offsets[owners[layer]])
             continue
         offsets.append(ends[specs[group]])
         ends[specs[group]] += num_pages[group]
     return CacheLayout(tuple(offsets), groups, tuple(index_of[spec] for spec in specs))
+
+
+def _place_states(layout: CacheLayout, memories: Sequence[LayerMemory]) -> CacheLayout:
+    """Returns the layout with pools of recurrent states behind those of pages; layers with equal states share one."""
+    found, offsets = Counter[LayerMemory](), list(layout.offsets)
+    for layer, memory in enumerate(memories):
+        if isinstance(memory, RecurrentState):
+            offsets[layer] = found[memory]
+            found[memory] += 1
+    index_of = {memory: layout.num_pools + at for at, memory in enumerate(found)}
+    return replace(layout, offsets=tuple(offsets), state_pools=tuple(map(index_of.get, memories)))
 
 
 def _sum_pools(

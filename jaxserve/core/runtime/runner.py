@@ -169,11 +169,11 @@ class ModelRunner:
         """Runs the programs of a bucket on padding, which touches no row."""
         layout = self._layouts.setdefault(bucket, InputLayout(bucket, self._state_shape))
         selected, hidden = self._run(bucket, layout.new())
-        targets = np.zeros(bucket.tokens, np.int32) if bucket.is_mixed else None
+        targets = np.zeros(bucket.tokens, np.int32) if bucket.is_mixed and self._variants else None
         prompt_logprobs = self._find_prompt_logprobs(bucket, hidden, targets)
         embeddings = self._embed(bucket, hidden) if bucket.width == 1 else None
         drafts = self._state_shape.max_drafts > 0
-        for variant in sorted(set(self._variants.values())):
+        for variant in sorted(set(self._variants.values()) or {SampleVariant.GREEDY}):
             if bucket.is_decode and ("loop", (bucket.rows, variant)) in self.device.programs:
                 self._run_loop(bucket, variant, layout.new())
             StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings, drafts).sample().result()
@@ -221,13 +221,15 @@ class ModelRunner:
             packed.wants_logprobs,
             selected,
             self._find_prompt_logprobs(bucket, hidden, self._find_targets(plan, bucket)),
-            self._embed(bucket, hidden) if self._wants_embeddings(plan) else None,
+            self._embed(bucket, hidden) if self._wants_embeddings(plan) or selected.logits is None else None,
             plan.num_drafts > 0,
             beside,
         )
 
     def sample(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
         """See `StartedStep.sample`."""
+        if step.selected.logits is None:
+            return StepFuture(SampledTokens(None), (None, None, step.embeddings), step.num_rows, step.beside)
         bucket, variant = step.bucket, self._variants[step.variant if mask is None else SampleVariant.MASKED]
         device, is_shaped = self.device, variant > SampleVariant.RANDOM
         states = [feature.sample_state(bucket.width) for feature in self.features]

@@ -49,5 +49,7 @@ class Shapes(Sizes):
             **of_features,
             # On accelerators small steps take as long as reading the weights, whatever their padding.
             pads_cheaply=self.platform != "cpu",
+            causal=self.model.causal,
+            keeps_states=bool(self.model.states),
             options=scheduler,
         )

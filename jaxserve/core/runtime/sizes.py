@@ -13,6 +13,7 @@ from jaxserve.core.runtime.buckets import BucketTable, choose_verify_sizes, make
 from jaxserve.core.runtime.experts import ExpertChoice, choose_experts
 from jaxserve.core.runtime.inputs import StateShape
 from jaxserve.core.runtime.products import choose_products
+from jaxserve.core.runtime.restrictions import restrict_options
 from jaxserve.core.runtime.rows import SampleVariant, list_variants
 from jaxserve.errors import ConfigError
 from jaxserve.files import find_other_writer
@@ -60,6 +61,11 @@ class Sizes:
         return replace(self, impl=impl, impl_reason=reason, specs=choose_layouts(impl, self.specs, self.platform))
 
     @property
+    def generates(self) -> bool:
+        """Whether requests may ask for answers. If not, no step samples, and none computes logits."""
+        return self.model.causal
+
+    @property
     def calls_library(self) -> bool:
         """Whether programs may call the CPU's library, which is then loaded."""
         return _calls_library(self.config, self.platform)
@@ -75,7 +81,9 @@ class Sizes:
 
     @property
     def variants(self) -> dict[SampleVariant, SampleVariant]:
-        """For each sample variant that a step can need, the one that it runs."""
+        """For each sample variant that a step can need, the one that it runs; none if no step samples."""
+        if not self.generates:
+            return {}
         return list_variants(deterministic=self.config.scheduler.deterministic)
 
     @property
@@ -92,7 +100,7 @@ class Sizes:
 
 def make_specs(model: DecoderConfig, page_size: int, dtype: str) -> tuple[KVSpec, ...]:
     """Returns the pages of each KV group, for the whole model, in the plain layout."""
-    heads = [group.heads for group in model.kv_groups]
+    heads = [group.memory for group in model.kv_groups]
     return tuple(KVSpec(h.num_kv_heads, h.head_dim, page_size, dtype, value_dim=h.value_dim) for h in heads)
 
 
@@ -107,7 +115,9 @@ def attention_shapes(
     """Returns the attention shape of each KV group, on one device."""
     shares = (replace(spec, num_kv_heads=spec.num_kv_heads // num_devices) for spec in specs)
     return tuple(
-        AttnShape(group.heads.num_heads // num_devices, share, model.dtype, group.window, fixed_splits)
+        AttnShape(
+            group.memory.num_heads // num_devices, share, model.dtype, group.window, fixed_splits, group.memory.causal
+        )
         for group, share in zip(model.kv_groups, shares, strict=True)
     )
 
@@ -122,7 +132,7 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
         ConfigError: the options do not fit together or the attention implementation cannot run here.
     """
     platform = name_platform(platform)
-    config = config.resolve(platform)
+    config = restrict_options(config.resolve(platform), model)
     scheduler, page_size = config.scheduler, config.cache.page_size
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens and page_size
     sizes = config.compile.precompile_bs_paddings, config.compile.precompile_token_paddings

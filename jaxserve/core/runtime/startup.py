@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.moe import MoEConfig
 from jaxserve.core.pages import PageGroup
@@ -127,19 +126,10 @@ def estimate_use(shapes: Shapes) -> DeviceUse:
     """Returns an estimate of `measure_use` by formula, for devices that are not attached."""
     model, bucket = shapes.model, shapes.buckets.largest
     size = jnp.dtype(model.dtype).itemsize
-    width = 2 * model.hidden_size + max(
-        _count_attention_columns(kind.attention) + _count_columns(kind.mlp) for kind in model.layers
-    )
+    width = 2 * model.hidden_size + max(kind.mixer.num_activations + _count_columns(kind.mlp) for kind in model.layers)
     temporaries = 2 * bucket.tokens * width * size + 2 * bucket.rows * model.vocab_size * 4
     num_programs = len(shapes.buckets.buckets) + len(shapes.sample_programs) * len(shapes.buckets.row_counts)
     return _sum_use(shapes, temporaries, num_programs * _CODE_PER_PROGRAM)
-
-
-def _count_attention_columns(attention: AttentionConfig) -> int:
-    """Returns the numbers per token that attention holds: queries, keys, values; of latents queries and answers."""
-    if attention.value_dim is not None:
-        return attention.num_heads * (attention.head_dim + attention.value_dim)
-    return (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
 
 
 def _count_columns(mlp: MLPConfig | MoEConfig) -> int:
@@ -154,10 +144,12 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     sampler = sampler_state_specs(1, shapes.model.vocab_size)
     line = _count_bytes(sampler)
     kept = _count_bytes((describe_rows(shapes, None), [each.state_specs(shapes) for each in shapes.features]))
+    kept += _count_state_bytes(shapes)
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     size = jnp.dtype(shapes.model.dtype).itemsize
     lines = max(shapes.buckets.largest.rows, *(rows * width for rows, width in shapes.buckets.verify_sizes), 0)
-    selected = lines * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
+    logits = shapes.model.vocab_size if shapes.generates else 0
+    selected = lines * (4 * logits + size * shapes.model.hidden_size)
     selected += _count_bytes([each.handed_specs(lines) for each in shapes.features])
     params = params_bytes(param_specs(shapes.model), shapes.num_devices, shapes.platform)
     return DeviceUse(
@@ -168,6 +160,17 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
         buffers=sum(each.buffer_bytes(shapes) for each in shapes.features),
         reserve=_RESERVE,
     )
+
+
+def _count_state_bytes(shapes: Shapes) -> int:
+    """Returns the bytes of recurrent states on each device."""
+    total = 0
+    for state, num_layers in shapes.model.states:
+        for array in state.arrays:
+            size = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+            is_shared = any(axis is not None for axis in DEFAULT_RULES.spec(array.axes))
+            total += num_layers * shapes.state.padding_row * size // (shapes.num_devices if is_shared else 1)
+    return total
 
 
 def _count_bytes(specs: Any) -> int:

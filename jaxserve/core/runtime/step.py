@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.linear import Leaf
 from jaxserve.core.layers.norm import normalize
+from jaxserve.core.layers.recurrent import choose_slots
 from jaxserve.core.models.decoder import compute_logits
 from jaxserve.core.models.decoder import forward as run_layers
 from jaxserve.core.runtime.batches import bound_pages, prepare_batches
@@ -86,6 +87,9 @@ def run_forward(
         impl=model.impl,
     )
     tokens = _token_ids(rows, inputs, bucket)
+    slots = None
+    if model.config.states:
+        slots = choose_slots(inputs.row_ids, seq_lens, jnp.diff(inputs.query_start_loc), num_rows - 1)
     count = model.layout.num_pools
     hidden, pools, captured = run_layers(
         model.config,
@@ -95,13 +99,14 @@ def run_forward(
         batches,
         layout=model.layout,
         mesh=model.mesh,
+        slots=slots,
         aux_layers=model.aux_layers,
     )
     ends = jnp.maximum(inputs.query_start_loc[1:] - 1, 0)
     last = hidden if bucket.width > 1 else hidden[ends]
-    logits = compute_logits(model.config, params, last)
+    logits = compute_logits(model.config, params, last) if model.generates else None
     lines = RowLines.join(inputs.row_ids, inputs.is_sampled, inputs.sampling)
-    states = HiddenStates(last, hidden if bucket.is_mixed else None)
+    states = HiddenStates(last, hidden if bucket.is_mixed and model.generates else None)
     rows = replace(rows, page_table=page_table)
     step = ForwardedStep(
         model.config, params, model.mesh, bucket, before, inputs, tokens, seq_lens, tables, captured, ends

@@ -62,10 +62,11 @@ class RowLines:
 class SampleInputs:
     """What `forward` hands to sampling. Shapes depend on rows only, so that the programs add up, not multiply.
 
-    N = S, one line of logits per row; in a verify step N = S * W, W in each row's order.
+    N = S, one line of logits per row; in a verify step N = S * W, W in each row's order. An engine that only makes
+    embeddings computes no logits.
     """
 
-    logits: Float[Array, "N V"]
+    logits: Float[Array, "N V"] | None
     lines: RowLines
     handed: tuple[Any, ...] = ()  # what features hand to `follow_sample`, in a verify step
 
@@ -79,7 +80,8 @@ class SampleInputs:
 class SampledTokens:
     """What a step brings each row."""
 
-    ids: Int[Array, "S W"]  # a sentinel where there is an error; NOT_KEPT after the end of a run
+    # A sentinel where there is an error; NOT_KEPT after the end of a run. None: the engine samples no tokens.
+    ids: Int[Array, "S W"] | None
     drafts: Int[Array, "S K"] | None = None  # of the row's next tokens
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.core.runtime.feature import InFlight
 from jaxserve.core.runtime.step_arrays import SampledTokens
-from jaxserve.core.scheduler.sequence import NOT_KEPT
+from jaxserve.core.scheduler.sequence import NON_FINITE, NOT_KEPT
 from jaxserve.core.scheduler.step_plan import StepOutputs
 
 
@@ -41,14 +41,15 @@ class StepFuture:
 
     def result(self) -> StepOutputs:
         """Waits for the device and returns the outputs of the step's rows."""
-        ids, drafts = _read((self._sampled.ids, self._sampled.drafts))
+        ids, drafts, more = _read((self._sampled.ids, self._sampled.drafts, self._more))
+        logprobs, prompt_logprobs, embeddings = more or (None, None, None)
+        if ids is None:  # the embeddings alone can tell whether the model's numbers are finite
+            ids = np.where(np.isfinite(embeddings).all(axis=1, keepdims=True), 0, NON_FINITE)
         ids, drafts = ids[: self._num_rows], None if drafts is None else drafts[: self._num_rows].tolist()
         of_features: dict[str, Any] = {}
         for each in self._beside:
             of_features |= each.wait()
-        logprobs = prompt_logprobs = embeddings = counts = None
-        if self._more is not None:
-            logprobs, prompt_logprobs, embeddings = _read(self._more)
+        counts = None
         if ids.shape[1] == 1:
             ids = ids[:, 0]
         else:

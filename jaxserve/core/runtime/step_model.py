@@ -24,6 +24,7 @@ class StepModel:
     impl: str
     processor: LogitsProcessor | None = None
     features: tuple[StepFeature, ...] = ()
+    generates: bool = True  # see `Sizes.generates`
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -51,15 +51,20 @@ def name_program(kind: str, key: Any) -> str:
 
 
 def list_programs(buckets: BucketTable, variants: Iterable[SampleVariant] = SampleVariant) -> Iterator[ProgramKey]:
-    """Yields the (kind, key) of every program of a table but loops, the slowest to compile first."""
+    """Yields the (kind, key) of every program of a table but loops, the slowest to compile first.
+
+    Without `variants` no step samples, and there are no logits.
+    """
+    variants = tuple(variants)
     for bucket in sorted(buckets.buckets, reverse=True):
         yield "forward", bucket
-        if bucket.is_mixed:
+        if bucket.is_mixed and variants:
             yield "prompt_logprobs", bucket
     for rows, width in (*((rows, 1) for rows in buckets.row_counts), *buckets.verify_sizes):
         for variant in variants:
             yield "sample", (rows, width, variant)
-        yield "logprobs", (rows, width)
+        if variants:
+            yield "logprobs", (rows, width)
     for rows in buckets.row_counts:
         yield "embed", rows
     yield "set_row", None

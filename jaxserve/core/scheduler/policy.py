@@ -93,7 +93,7 @@ def find_step_limit(limits: SchedulerLimits, batch: Batch) -> float | None:
 
 
 def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue, times: StepTimes) -> int:
-    """Returns the token budget of the next step: `max_num_batched_tokens` where padding is cheap.
+    """Returns the token budget of the next step: `max_num_batched_tokens` where padding is cheap or texts are whole.
 
     Otherwise it is the padded size just above or just below the wanted tokens, whichever is nearer: the smaller defers
     tokens, the larger pads them. While steps have a limit of time, larger ones than it allows do not count.
@@ -103,7 +103,7 @@ def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue, 
     if step_limit is not None and sizes:
         sizes = sizes[: _count_fitting(sizes, times, step_limit)]
         most = min(most, sizes[-1])
-    if not sizes or limits.pads_cheaply:
+    if not sizes or limits.pads_cheaply or not limits.causal:
         return most
     wanted = len(batch.decoding)
     for sequence in batch.prefilling:
@@ -167,7 +167,9 @@ def choose_chunk(limits: SchedulerLimits, start: int, work: int, budget: int, le
     """Returns how many of the `work` tokens from position `start` to compute now.
 
     0: the budget reaches no edge, or the step takes no such length. An unfinished chunk ends on a multiple of
-    CHUNK_EDGE: kernels then write whole tiles, and cached prefixes align.
+    CHUNK_EDGE: kernels then write whole tiles, and cached prefixes align. Without causal attention there are none.
     """
     length = work if work <= budget else (start + budget) // CHUNK_EDGE * CHUNK_EDGE - start
+    if length < work and not limits.causal:
+        return 0
     return length if length in lengths else 0

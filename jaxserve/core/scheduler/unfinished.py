@@ -67,6 +67,9 @@ class UnfinishedRequests:
 
         They share the prompt's pages by content; without a prefix cache, under a salt unique to the request.
         """
+        if request.task is not Task.POOL and not self._limits.causal:
+            message = f"this model makes embeddings only, and the request is to {request.task.value}"
+            raise InvalidRequestError(message, field="model")
         num_prompt, max_model_len = len(request.prompt_token_ids), self._limits.max_model_len
         if num_prompt == 0:
             raise InvalidRequestError("is empty; give at least one token", field="prompt", value=request.prompt)
@@ -84,7 +87,7 @@ class UnfinishedRequests:
             message = f"{most} tokens need {unfit[0]} KV pages, and the whole pool has {unfit[1]}"
             raise CapacityError(message, field="max_tokens" if generates else "prompt", value=wanted)
         count = request.params.n
-        shares_alone = count > 1 and not pages.enable_prefix_caching
+        shares_alone = count > 1 and not pages.enable_prefix_caching and not self._limits.keeps_states
         salt = f"n of request {next(_shared_alone)}" if shares_alone else request.cache_salt
         cache = True if shares_alone else None
         # Decoding writes other bits than the chunks of a prompt.

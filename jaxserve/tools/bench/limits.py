@@ -119,7 +119,8 @@ class ModelCosts:
             count_weights(model),
             tuple((len(group.layers) * page_bytes(spec) / spec.page_size, group.window) for group, spec in groups),
             sum(
-                2 * len(group.layers) * group.heads.num_heads * (spec.head_dim + spec.out_dim) for group, spec in groups
+                2 * len(group.layers) * group.memory.num_heads * (spec.head_dim + spec.out_dim)
+                for group, spec in groups
             ),
         )
 

@@ -196,7 +196,7 @@ def make_formula(shapes: Shapes, calibration: Calibration) -> StepFormula:
 def _describe_attention(group: KVGroup, spec: KVSpec, share: int, calibration: Calibration) -> Attention:
     """Returns the times of a KV group's layers on one of `share` devices."""
     key_bytes = page_bytes(spec) / spec.page_size / share
-    operations = 4 * group.heads.num_heads * group.heads.head_dim / share  # of a pair: scores, and sums of values
+    operations = 4 * group.memory.num_heads * group.memory.head_dim / share  # of a pair: scores, and sums of values
     layers = len(group.layers)
     return Attention(
         layers * key_bytes / calibration.bytes_per_second,

@@ -46,7 +46,7 @@ def make_context(num_tokens: int, padded: int = TOKENS) -> LayerContext:
         shape=AttnShape(1, KVSpec(1, 8, 16, "float32"), "float32"),
         max_query_len=None,
     )
-    return LayerContext(mesh=None, rotary=None, batch=batch, kv_pages=jnp.zeros(()), page_offset=0, window=None)
+    return LayerContext(mesh=None, rotary=None, batch=batch, pool=jnp.zeros(()), offset=0, window=None)
 
 
 def mix_by_hand(leaves: dict[str, Any], x: np.ndarray) -> np.ndarray:

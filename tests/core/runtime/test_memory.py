@@ -24,7 +24,7 @@ def load_model(name: str, max_model_len: int) -> DecoderConfig:
 
 
 def plan(model: DecoderConfig, budget: int, **changes: int | None) -> object:
-    specs = [KVSpec(group.heads.num_kv_heads, group.heads.head_dim, 64, "bfloat16") for group in model.kv_groups]
+    specs = [KVSpec(group.memory.num_kv_heads, group.memory.head_dim, 64, "bfloat16") for group in model.kv_groups]
     options = {"specs": specs, "max_chunk": 2048, "num_devices": 1} | changes
     return plan_cache(model, budget=budget, **options)  # type: ignore[arg-type]
 
@@ -36,7 +36,7 @@ def test_pools_take_the_budget_and_no_more() -> None:
     tokens = (made.num_pages[0] - 1) * 64
     assert made.bytes_per_device == made.num_pages[0] * 64 * 131072  # KV bytes of a token, published for this model
     assert len(str(tokens // 64).rstrip("0")) <= 2, "pages are on the coarse grid"
-    assert made.layout.page_offsets == tuple(layer * made.num_pages[0] for layer in range(32))
+    assert made.layout.offsets == tuple(layer * made.num_pages[0] for layer in range(32))
     assert plan(model, 20 * GIB, num_devices=4).num_pages[0] > 3.5 * made.num_pages[0]
 
 
@@ -151,11 +151,11 @@ def test_groups_of_other_heads_have_pools_of_their_own() -> None:
     changed = {1: (wide, 1024), 3: (wide, None), 5: (model.layers[0].attention, 1024)}
     kinds = list(model.layers)
     for index, (attention, window) in changed.items():
-        kinds[index] = dataclasses.replace(kinds[index], attention=attention, window=window)
+        kinds[index] = dataclasses.replace(kinds[index], mixer=attention, window=window)
     made = plan(dataclasses.replace(model, layers=tuple(kinds)), 4 * GIB)
     narrow, broad, windowed_broad, windowed = made.num_pages
     assert made.layout.groups[:6] == (0, 2, 0, 1, 0, 3)
     assert made.layout.pools == (0, 1, 1, 0)
-    assert made.layout.page_offsets[:6] == (0, 0, narrow, windowed_broad, 2 * narrow, 3 * narrow)
+    assert made.layout.offsets[:6] == (0, 0, narrow, windowed_broad, 2 * narrow, 3 * narrow)
     assert [shape[0] for shape in made.pool_shapes] == [13 * narrow + windowed, broad + windowed_broad]
     assert 0.9 * 4 * GIB < made.bytes_per_device <= 4 * GIB

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve import config
-from jaxserve.core.layers.attention import HeadShape
+from jaxserve.core.layers.memory import PagedKV
 from jaxserve.core.models.base import KVGroup
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.scheduler import StepPlan
@@ -104,7 +104,7 @@ def test_memory_that_cannot_be_taken_is_told() -> None:
 def test_every_group_has_as_many_slots() -> None:
     spec = KVSpec(num_kv_heads=2, head_dim=16, page_size=8, dtype="bfloat16")
     wide = KVSpec(num_kv_heads=1, head_dim=32, page_size=8, dtype="float32")
-    groups = [KVGroup((0, 2, 3), 16, HeadShape(2, 2, 16, None)), KVGroup((1,), None, HeadShape(2, 1, 32, None))]
+    groups = [KVGroup((0, 2, 3), 16, PagedKV(2, 2, 16)), KVGroup((1,), None, PagedKV(2, 1, 32))]
     page = 2 * 2 * 8 * 16 * 2  # one of the first group's layers; the other group's takes twice that
     memory = plan_host_memory(10.5 * 5 * page / 2**30, [spec, wide], groups, make_sharding())
     assert memory.num_slots == 10

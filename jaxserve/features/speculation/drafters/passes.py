@@ -80,8 +80,8 @@ def run_pass(
             few_rows=config.few_rows,
             rotary=tables.get(kind.rope),
             batch=batches[layout.groups[index]],
-            kv_pages=pages,
-            page_offset=layout.page_offsets[index],
+            pool=pages,
+            offset=layout.offsets[index],
             window=config.windows[index],
             only_stores=only_stores and index == config.num_layers - 1,
         )

@@ -1,0 +1,70 @@
+"""The memory of a layer: what it keeps between two steps. KV groups, pools and prefix rules follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxserve.core.sharding import Axes
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Keys and values of every token, in pages.
+
+    Layers with equal numbers and windows share a page table. `value_dim` is that of latents. Without `causal` a query
+    sees its whole text, so what a page holds depends on the tokens behind it, too.
+    """
+
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    value_dim: int | None = None
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """One array of a recurrent state, for one row. `axes` are logical (sharding.py)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: Axes
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """A state of fixed size for each row, which every step replaces (recurrent.py reads and writes it).
+
+    It is that after the row's last token. No earlier one is kept, so none can be shared or taken back.
+    """
+
+    arrays: tuple[StateArray, ...]
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No memory: all that the layer reads is in the step."""
+
+
+LayerMemory = PagedKV | RecurrentState | Nothing
+
+
+class Mixer(Protocol):
+    """The config of the block that mixes the tokens of a text: attention, or another block that a family brings."""
+
+    @property
+    def memory(self) -> LayerMemory:
+        """What it keeps between two steps."""
+        ...
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it. If not, each text must be computed whole, in one step."""
+        ...
+
+    @property
+    def num_activations(self) -> int:
+        """The numbers that it holds for each token of a step, for estimates of memory."""
+        ...

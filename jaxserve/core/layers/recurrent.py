@@ -1,0 +1,39 @@
+"""Recurrent state as layers read and write it: one array [L, R, ...] for each name, where row r owns slot r.
+
+A row whose text begins in the step reads zeros, whatever its slot holds, so an admitted row needs no reset. The padding
+row comes after the last slot: it reads zeros, too, and what it writes is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxserve.core.layers.context import LayerContext, StateSlots
+
+
+def choose_slots(
+    row_ids: Int[Array, " S"], seq_lens: Int[Array, " S"], query_lens: Int[Array, " S"], padding_row: int
+) -> StateSlots:
+    """Returns the slots of a step's rows; `seq_lens` include its tokens, of which a row has `query_lens`."""
+    return StateSlots(read=jnp.where(seq_lens > query_lens, row_ids, padding_row), write=row_ids)
+
+
+def read_state(ctx: LayerContext) -> dict[str, jax.Array]:
+    """Returns the state of each row [S, ...] before the step, by name."""
+    assert ctx.slots is not None
+    slots = ctx.slots.read
+    return {name: pool.at[ctx.offset, slots].get(mode="fill", fill_value=0) for name, pool in ctx.pool.items()}
+
+
+def write_state(ctx: LayerContext, state: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the pool of the layer with the state of each row [S, ...] after the step; a layer returns this pool."""
+    assert ctx.slots is not None
+    slots = ctx.slots.write
+    return {
+        name: pool.at[ctx.offset, slots].set(state[name].astype(pool.dtype), mode="drop")
+        for name, pool in ctx.pool.items()
+    }
