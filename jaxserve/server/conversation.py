@@ -14,6 +14,7 @@ from jaxserve.server.prompts import make_params
 from jaxserve.server.server_state import ServerState
 from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens
 from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.tokenizers.messages import check_messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,9 @@ def make_request(conversation: Conversation, state: ServerState, options: Mappin
 def make_parser(conversation: Conversation, request: Request, state: ServerState) -> AnswerParser:
     """Returns a parser for the text of one completion."""
     names, tools = _choose_parsers(conversation, state), conversation.tools
-    is_constrained = request.grammar is not None
-    return make_answer_parser(*names, tools, prompt=request.prompt or "", is_constrained=is_constrained)
+    continues, is_constrained = conversation.continue_final_message, request.grammar is not None
+    begun = check_messages(conversation.messages[-1:])[0]["content"] if continues else None
+    return make_answer_parser(*names, tools, prompt=request.prompt or "", begun=begun, is_constrained=is_constrained)
 
 
 def _choose_parsers(conversation: Conversation, state: ServerState) -> tuple[str | None, str | None]:

@@ -10,7 +10,10 @@ from jaxserve.server.tools.parsing import BLANKS, make_call_id, merge_events
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")  # the last two where a model omits the end
+_STRAY = (_MESSAGE, "<|constrain|>", "<|startoftext|>", "<|endoftext|>")  # without a meaning inside a message
+_MARKS = (*_ENDS, *_STRAY)
 _OPENERS = ("<|start|>", "<|channel|>", _MESSAGE, "to=")  # of a header
+_NO_OPENERS = tuple(mark for mark in _MARKS if mark not in _OPENERS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([\w.-]+)")
 _FUNCTIONS = "functions."
@@ -22,15 +25,17 @@ class HarmonyParser:
 
     The text continues `<|start|>assistant`. `analysis` is reasoning, and so is what is said to a tool other than a
     function. What is said to a function is a call; `final` and other messages are content. Messages of a kind that
-    follow one another are joined by a line's end. Text without a header is content.
+    follow one another are joined by a line's end. Text without a header is content. A mark where none belongs is
+    dropped: no mark is ever part of a message.
 
     Args:
         names: the known functions, None if calls are not read: they are content then.
+        in_message: the text continues the text of a `final` message.
     """
 
-    def __init__(self, names: Collection[str] | None) -> None:
+    def __init__(self, names: Collection[str] | None, *, in_message: bool = False) -> None:
         self._names = names
-        self._header: str | None = ""  # what was read of one; None in a message
+        self._header: str | None = None if in_message else ""  # what was read of one; None in a message
         self._held = ""  # perhaps the beginning of a message's end
         self._kind: type[TextDelta | ReasoningDelta | ArgumentsDelta] = TextDelta
         self._is_empty = True  # the message has no text yet
@@ -62,17 +67,22 @@ class HarmonyParser:
     def _read_header(self, text: str) -> str:
         """Returns the text behind the header, which `text` begins with."""
         start = text.lstrip(BLANKS)
+        stray = next((mark for mark in _NO_OPENERS if start.startswith(mark)), None)
+        if stray is not None:
+            self._header = ""
+            return start[len(stray) :]
         begins = start.startswith(_OPENERS)
         end = text.find(_MESSAGE, 0, _LONGEST_HEADER) if begins else -1
         if end >= 0:
             self._begin_message(text[:end])
             return text[end + len(_MESSAGE) :]
-        if len(text) < _LONGEST_HEADER and (begins or any(mark.startswith(start) for mark in _OPENERS)):
+        may_begin = begins or any(mark.startswith(start) for mark in (*_OPENERS, *_NO_OPENERS))
+        if len(text) < _LONGEST_HEADER and may_begin:
             self._header = text
             return ""
         self._begin_message("")
-        self._say(text[0])  # though a mark may begin with it
-        return text[1:]
+        mark = next((mark for mark in _MARKS if start.startswith(mark)), None)
+        return text if mark is None else start[len(mark) :]
 
     def _begin_message(self, header: str) -> None:
         self._header, self._held, self._is_empty = None, "", True
@@ -92,15 +102,19 @@ class HarmonyParser:
         """Returns the text behind the message, or behind what is certain of it."""
         text, self._held, at = self._held + text, "", 0
         while (found := text.find("<", at)) >= 0:
-            rest = text[found : found + max(map(len, _ENDS))]
-            mark = next((mark for mark in _ENDS if rest.startswith(mark)), None)
+            rest = text[found : found + max(map(len, _MARKS))]
+            mark = next((mark for mark in _MARKS if rest.startswith(mark)), None)
+            if mark in _STRAY:
+                self._say(text[:found])
+                text, at = text[found + len(mark) :], 0
+                continue
             if mark is not None:
                 self._say(text[:found])
                 self._end_message()
                 self._header = ""
                 opens = mark in _OPENERS
                 return text[found if opens else found + len(mark) :]
-            if any(mark.startswith(rest) for mark in _ENDS):  # at the end of the text
+            if any(mark.startswith(rest) for mark in _MARKS):  # at the end of the text
                 self._say(text[:found])
                 self._held = rest
                 return ""

@@ -23,7 +23,7 @@ from jaxserve.server.tools.call_formats import (
 )
 from jaxserve.server.tools.harmony import HarmonyParser
 from jaxserve.server.tools.parsing import ToolParser, make_call_id
-from jaxserve.server.tools.reasoning import ReasoningParser, find_inside
+from jaxserve.server.tools.reasoning import ReasoningParser, find_place
 from jaxserve.server.tools.spec import ToolSet
 
 _CALL_FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
@@ -105,6 +105,7 @@ def make_answer_parser(
     toolset: ToolSet | None = None,
     *,
     prompt: str = "",
+    begun: str | None = None,
     is_constrained: bool = False,
 ) -> AnswerParser:
     """Returns a parser for one answer.
@@ -117,6 +118,7 @@ def make_answer_parser(
         reasoning_parser: a name in `REASONING_PARSERS`.
         toolset: the tools of the request. With `parallel=False` calls after the first are dropped.
         prompt: the text that the answer continues. A mark of reasoning at its end overrides the parser's default.
+        begun: the content of the message that the answer continues; None if it begins a message of its own.
         is_constrained: the request's own grammar constrains the answer.
 
     Raises:
@@ -139,12 +141,12 @@ def make_answer_parser(
         return AnswerParser()
     names = toolset.names if tool_parser is not None and toolset is not None and toolset.choice == "auto" else None
     if tool_parser == _HARMONY_TOOLS or reasoning_parser == _HARMONY_REASONING:
-        return AnswerParser(tools=HarmonyParser(names), max_calls=max_calls)
+        return AnswerParser(tools=HarmonyParser(names, in_message=begun is not None), max_calls=max_calls)
     reasoning, tools = None, None
     if reasoning_parser is not None:
-        found = find_inside(prompt)
-        starts_inside = _BEGINS_INSIDE[reasoning_parser] if found is None else found
-        reasoning = ReasoningParser(starts_inside=starts_inside)
+        inside, continues = find_place(prompt, begun or "")
+        starts_inside = _BEGINS_INSIDE[reasoning_parser] if inside is None else inside
+        reasoning = ReasoningParser(starts_inside=starts_inside, continues=continues)
     if form is not None and names is not None:
         tools = CallTextParser(form, names)
     return AnswerParser(reasoning, tools, max_calls=max_calls)

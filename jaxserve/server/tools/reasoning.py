@@ -8,8 +8,26 @@ from jaxserve.server.tools.parsing import BLANKS, count_overlap, merge_events
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
-def find_inside(prompt: str) -> bool | None:
-    """Returns whether a prompt ends inside reasoning (True) or just after it (False); None if with neither mark."""
+def find_place(prompt: str, begun: str = "") -> tuple[bool | None, bool]:
+    """Returns where an answer begins: inside reasoning or not, and whether it goes on behind text that has begun.
+
+    The first is None where neither the prompt nor the begun text says.
+
+    Args:
+        prompt: the rendered conversation.
+        begun: the content of the message that the answer continues. Templates may have moved its marks.
+    """
+    inside = _find_inside(prompt)
+    if inside is not None or not begun.strip(BLANKS):
+        return inside, False
+    opened, closed = begun.rfind(_OPEN), begun.rfind(_CLOSE)
+    if opened != closed:
+        return opened > closed, True
+    return bool(_find_inside(prompt.rstrip(BLANKS).removesuffix(begun.strip(BLANKS)))), True
+
+
+def _find_inside(prompt: str) -> bool | None:
+    """Returns whether a prompt ends with the opening mark (True) or the closing one (False); None if with neither."""
     end = prompt[-100:].rstrip(BLANKS)
     if end.endswith(_OPEN):
         return True
@@ -23,12 +41,15 @@ class ReasoningParser:
     everything is reasoning.
 
     Args:
-        starts_inside: the prompt ends with the opening mark, so the text may begin without it.
+        starts_inside: the prompt ends inside reasoning, so the text may begin without the opening mark.
+        continues: the text goes on behind other text, so its blanks count, and no opening mark follows.
     """
 
-    def __init__(self, *, starts_inside: bool) -> None:
+    def __init__(self, *, starts_inside: bool, continues: bool = False) -> None:
         self._starts_inside = starts_inside
         self._state = "begin"  # then "gap" after the opening mark, "inside", "behind" the closing mark, "content"
+        if continues:
+            self._state = "inside" if starts_inside else "content"
         self._blanks: list[str] = []  # they may turn out to be next to a mark
         self._partial = ""  # the beginning of a mark
         self._out: list[ParserEvent] = []

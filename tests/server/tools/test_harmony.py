@@ -44,7 +44,13 @@ CASES: list[tuple[str, list[Any]]] = [
     ("t", ["t"]),
     ("tomorrow", ["tomorrow"]),
     ("<|channel|>fin", []),
-    ("<|channel|>final" + "x" * 2000, ["<|channel|>final" + "x" * 2000]),
+    ("<|channel|>final" + "x" * 2000, ["final" + "x" * 2000]),
+    (" <|start|>" + "x" * 2000, ["x" * 2000]),
+    ("to=" + "x" * 2000, ["to=" + "x" * 2000]),
+    (f"{THINK}a<|end|><|end|><|start|>assistant{ANSWER}b<|return|><|return|>", [R("a"), "b"]),
+    (f"{ANSWER}b<|end|>\n<|end|><|call|> c", ["b\n c"]),
+    (f"{ANSWER}<|message|>b<|constrain|>c<|endoftext|>", ["bc"]),
+    (f'<|end|>{CALL}{{"x"<|message|>: 1}}<|call|><|call|>', [("f", '{"x": 1}')]),
     (THINK, []),
     (" \n", []),
     ("", []),
@@ -61,6 +67,21 @@ def test_examples(text: str, expected: list[Any]) -> None:
 def test_calls_are_content_where_none_are_read() -> None:
     assert summarise(read(HarmonyParser(None), [f"{CALL}{{}}<|call|>"])) == ["{}"]
     assert summarise(read(HarmonyParser(None), [f"{SAY}a{NEXT}{CALL}{{}}"])) == ["a\n{}"]
+
+
+def test_no_mark_is_ever_part_of_a_message() -> None:
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+    for first in marks:
+        for second in marks:
+            for text in (f"{first}{second}a", f"{ANSWER}a{first}{second}b", f"{THINK}a{first}{'x' * 2000}{second}b"):
+                found = summarise(read(HarmonyParser({"f"}), [text]))
+                assert not [each for each in found if "<|" in str(each)], text
+
+
+def test_a_continued_message_goes_on() -> None:
+    for text in ("to=5 <", "\n b", "<|end|>"):
+        parser = make_answer_parser("openai", "openai_gptoss", read_tools(TOOLS), prompt=f"{ANSWER}x", begun="x")
+        assert summarise(read(parser, text)) == [text] * (text != "<|end|>")
 
 
 MARKS = [THINK, ANSWER, SAY, CALL, NEXT, "<|call|>", "<|start|>", "<|", "<", "to=", " ", "\n"]

@@ -108,6 +108,18 @@ def test_the_prompt_says_where_reasoning_begins(name: str, prompt: str, text: st
     assert summarise(read(make_answer_parser(None, name, prompt=prompt), [text])) == expected
 
 
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+def test_a_continued_message_says_where_its_reasoning_ends(name: str) -> None:
+    for begun, text, expected in (
+        ("<think>hm", " so</think>\n\nYes", [R(" so"), "Yes"]),
+        ("<think>hm</think>\n\nYes", " it is", [" it is"]),
+        ("Yes", " it is", [" it is"]),
+    ):
+        for prompt in (f"<|assistant|>{begun}", f"<|assistant|><think>\n\n</think>\n\n{begun}"):
+            parser = make_answer_parser(None, name, prompt=prompt, begun=begun)
+            assert summarise(read(parser, text)) == expected, prompt
+
+
 def test_a_grammar_of_the_request_leaves_no_room_for_marks() -> None:
     parser = make_answer_parser("llama3_json", "deepseek_r1", tools(), is_constrained=True)
     assert summarise(read(parser, [F])) == [F]

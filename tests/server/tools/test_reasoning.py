@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.server.events import ReasoningDelta, TextDelta
-from jaxserve.server.tools.reasoning import ReasoningParser, find_inside
+from jaxserve.server.tools.reasoning import ReasoningParser, find_place
 from tests.server.tools.helpers import CountedText, cut, join_text, read, summarise
 
 R = ReasoningDelta
@@ -80,7 +80,41 @@ def test_reasoning_comes_as_it_grows() -> None:
      ("<think> a", None)],
 )  # fmt: skip
 def test_prompts_that_say_where_the_answer_begins(prompt: str, expected: bool | None) -> None:
-    assert find_inside(prompt) is expected
+    assert find_place(prompt) == (expected, False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begun", "expected"),
+    [
+        ("<|assistant|><think>\n\n</think>\n\n<think>hm", "<think>hm", (True, True)),  # Qwen 3's template
+        ("<|assistant|><think>hm", "<think>hm ", (True, True)),
+        ("<|assistant|><think>\nhm\n</think>\n\nSo", "<think>hm</think>So", (False, True)),
+        ("<|assistant|>So", "<think>hm</think>So", (False, True)),  # DeepSeek's drops the reasoning
+        ("<|assistant|><think>\nhm\n</think>\n\nSo", " So\n", (False, True)),
+        ("<|assistant|>So", "So", (False, True)),
+        ("<|user|><think><|assistant|>So", "So", (False, True)),
+        ("<|assistant|><think>\nSo", "So", (True, True)),  # the template opened it
+        ("<|assistant|><think>hm</think>", "<think>hm</think>", (False, False)),
+        ("<|assistant|><think>", "<think>", (True, False)),
+        ("<|assistant|>", " ", (None, False)),
+    ],
+)
+def test_continued_messages_say_it_too(prompt: str, begun: str, expected: tuple[bool | None, bool]) -> None:
+    assert find_place(prompt, begun) == expected
+
+
+@pytest.mark.parametrize(
+    ("starts_inside", "text", "expected"),
+    [
+        (True, " b\n</think>\n\nHi", [R(" b"), "Hi"]),
+        (True, "<think> b", [R("<think> b")]),
+        (False, " b <think>c</think>", [" b <think>c</think>"]),
+        (False, "<think>c</think>", ["<think>c</think>"]),
+    ],
+)
+def test_a_continued_message_keeps_its_blanks(starts_inside: bool, text: str, expected: list[Any]) -> None:
+    for parts in ([text], text):
+        assert summarise(read(ReasoningParser(starts_inside=starts_inside, continues=True), parts)) == expected
 
 
 @pytest.mark.parametrize("unit", ["<", "</", "</think", "\n", "a ", "<think>", "</think>"])
