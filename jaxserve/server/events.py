@@ -44,13 +44,14 @@ class CallEnded:
     """The call has no more arguments. Every call ends before anything else of its choice comes."""
 
     index: int
+    is_complete: bool = True  # False: the answer ended inside its arguments
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnded:
     """The last event of a choice."""
 
-    reason: str  # stop, length or another of `FinishReason`; calls: it stopped behind one
+    reason: str  # stop, length or another of `FinishReason`; calls: it stopped behind a complete one
     stop_reason: int | str | None  # the stop token id or stop string that matched; None for EOS
 
 

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.tokenizers.checks import require_text
-from jaxserve.tokenizers.messages import check_messages, check_tools, rename_reasoning
+from jaxserve.tokenizers.messages import check_messages, check_tools, rename_reasoning, wrap_arguments
 from jaxserve.tokenizers.template import render_template
 
+_READS_MEMBERS = re.compile(r"\|\s*items\b|\.items\(")  # of arguments, in templates that write each by its name
 Renderer = Callable[..., str]  # with the arguments of `render_template`
 OPTIONS: Mapping[str, type] = {  # variables of well-known templates that a caller may set
     "enable_thinking": bool,
@@ -73,6 +74,8 @@ def encode_chat(
     checked, described = check_messages(messages), check_tools(tools)
     if "<|channel|>" in template:
         checked = rename_reasoning(checked)
+    if _READS_MEMBERS.search(template):
+        checked = wrap_arguments(checked)
     _check_options(options)
     if continue_final_message:
         _require_continuable(checked, add_generation_prompt)

@@ -24,7 +24,7 @@ _CALL_FIELDS = ("id", "type", "function", "index")  # `index` is left over from 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a copy of the messages, the content of each as one string; parts are joined by newlines.
 
-    The arguments of tool calls become objects, as templates expect; `reasoning` becomes `reasoning_content`; missing
+    The arguments of tool calls become objects, as templates expect, or stay text that is no JSON object; `reasoning` becomes `reasoning_content`; missing
     content becomes "" in an assistant's message that calls tools or reasons.
 
     Raises:
@@ -49,6 +49,21 @@ def rename_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
             others["thinking"] = message["reasoning_content"]
         renamed.append(others)
     return renamed
+
+
+def wrap_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with arguments that are text as the only member of an object, for templates that need one."""
+
+    def wrap(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            function = {**function, "arguments": {"arguments": function["arguments"]}}
+        return {**call, "function": function}
+
+    return [
+        {**message, "tool_calls": list(map(wrap, message["tool_calls"]))} if "tool_calls" in message else dict(message)
+        for message in messages
+    ]
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -142,18 +157,20 @@ def _check_call(call: Any, field: str) -> dict[str, Any]:
     return checked if call.get("id") is None else {"id": require_text(call["id"], f"{field}.id"), **checked}
 
 
-def _read_arguments(arguments: Any, field: str) -> dict[str, Any]:
-    """Returns a call's arguments, given as JSON text or as an object; {} if there are none."""
+def _read_arguments(arguments: Any, field: str) -> dict[str, Any] | str:
+    """Returns a call's arguments, given as an object or as text; {} if there are none.
+
+    A model may have written any text, or been cut off. What is not the text of an object stays as it is.
+    """
     if arguments is None or arguments == "":
         return {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:  # ValueError: also an integer too long to read
-            reason = "too deeply nested" if isinstance(error, RecursionError) else str(error)
-            message = f"must be the JSON text of an object: {reason}"
-            raise InvalidRequestError(message, field=field, value=arguments) from None
-    return _copy_object(arguments, field)
+    if not isinstance(arguments, str):
+        return _copy_object(arguments, field)
+    text = require_text(arguments, field)
+    try:
+        return _copy_object(json.loads(text), field)
+    except (ValueError, RecursionError):  # an InvalidRequestError is a ValueError
+        return text
 
 
 def _copy_object(value: Any, field: str) -> dict[str, Any]:

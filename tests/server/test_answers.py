@@ -80,7 +80,34 @@ def test_a_call_ends_before_anything_else_comes() -> None:
 
 def test_a_call_that_is_cut_off_ends_all_the_same() -> None:
     events = list_events([give('<tool_call>{"name": "f", "arguments": {"a'), give("", "length")])
-    assert events[1:] == [ArgumentsDelta(0, '{"a'), CallEnded(0), AnswerEnded("length", None)]
+    assert events[1:] == [ArgumentsDelta(0, '{"a'), CallEnded(0, is_complete=False), AnswerEnded("length", None)]
+
+
+@pytest.mark.parametrize(
+    ("parser", "choice", "text", "calls"),
+    [
+        ("hermes", "auto", '<tool_call>{"name": "f", "arguments": {"a": "b}', []),
+        ("hermes", "auto", '<tool_call>{"name": "f", "arguments": {"a": {}}', ['{"a": {}}']),
+        ("hermes", "auto", f'{CALL.format("f")}<tool_call>{{"name": "g", "arguments": {{"a"', ['{"a": 1}']),
+        ("mistral", "auto", '[TOOL_CALLS]f{"a"', []),
+        ("mistral", "auto", '[TOOL_CALLS]f{"a": 1}', ['{"a": 1}']),
+        ("llama3_json", "auto", '{"name": "f", "parameters": {', []),
+        ("openai", "auto", "<|channel|>commentary to=functions.f<|message|>{", []),
+        ("openai", "auto", "<|channel|>commentary to=functions.f<|message|> {}", [" {}"]),
+        ("openai", "auto", "<|channel|>commentary to=functions.f<|message|>x = 1", ["x = 1"]),
+        ("hermes", "required", '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"a', ["{}"]),
+        ("hermes", {"type": "function", "function": {"name": "f"}}, '{"a": "}', []),
+    ],
+)
+def test_a_whole_answer_has_complete_calls_only(parser: str, choice: Any, text: str, calls: list[str]) -> None:
+    tools = read_tools(TOOLS, choice)
+    for reason in ("length", "stop"):
+        reader = AnswerReader(1, lambda: make_answer_parser(parser, None, tools))
+        choices = fold(read([give(text, reason)], reader))["choices"]
+        found = choices[0]["message"].get("tool_calls")
+        assert (found and [each["function"]["arguments"] for each in found]) == (calls or None)
+        assert choices[0]["message"]["content"] == (None if calls else "")
+        assert choices[0]["finish_reason"] == ("tool_calls" if calls and reason == "stop" else reason)
 
 
 def test_a_call_ends_where_the_dropped_one_behind_it_begins() -> None:
@@ -127,12 +154,21 @@ def test_bodies_of_two_protocols_are_the_same_conversation() -> None:
     assert found.params == {**more, "max_tokens": 9, "output_kind": OutputKind.FINAL_ONLY}
 
 
+def make_writer(body: ChatCompletionRequest) -> chat.ChatWriter:
+    conversation = chat.read_conversation(body, make_state())
+    request: Any = SimpleNamespace(request_id="r-0", params=SimpleNamespace(logprobs=None))
+    return chat.ChatWriter(body, "m", make_state(), conversation, request)
+
+
+def fold(updates: list[Update]) -> dict[str, Any]:
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}], tools=TOOLS)
+    return make_writer(body).fold(updates, Account(), {})
+
+
 @pytest.mark.parametrize("text", ["<think>a</think>b", f"b{CALL.format('f')}", "b"])
 def test_the_chunks_of_a_chat_are_its_whole_answer(text: str) -> None:
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}], tools=TOOLS)
-    conversation = chat.read_conversation(body, make_state())
-    request: Any = SimpleNamespace(request_id="r-0", params=SimpleNamespace(logprobs=None))
-    writer = chat.ChatWriter(body, "m", make_state(), conversation, request)
+    writer = make_writer(body)
     whole = writer.fold(read([give(text, "stop")]), Account(), {})["choices"][0]
     outputs = [*(give(character) for character in text), give("", "stop")]
     pieces = [piece for update in read(outputs) for piece in writer.write(update, Account())]

@@ -21,6 +21,7 @@ from jaxserve.server.events import (
     AnswerEnded,
     ArgumentsDelta,
     CallBegun,
+    CallEnded,
     Event,
     ReasoningDelta,
     TextDelta,
@@ -229,17 +230,19 @@ def _to_delta(event: Event) -> dict[str, Any] | None:
 
 
 def _collect_message(events: Sequence[Event]) -> dict[str, Any]:
-    """Returns the message that the events form together."""
-    calls: list[dict[str, Any]] = []
+    """Returns the message that the events form together. A call that the answer's end cut off is left out."""
+    calls: dict[int, dict[str, Any]] = {}
     for event in events:
         match event:
-            case CallBegun(_, call_id, name):
-                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+            case CallBegun(index, call_id, name):
+                calls[index] = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
             case ArgumentsDelta(index, text):
                 calls[index]["function"]["arguments"] += text
+            case CallEnded(index, is_complete) if not is_complete:
+                del calls[index]
     message: dict[str, Any] = {"role": "assistant", "content": join_texts(events, TextDelta), "refusal": None}
     if calls:
-        message["tool_calls"], message["content"] = calls, message["content"] or None
+        message["tool_calls"], message["content"] = list(calls.values()), message["content"] or None
     if reasoning := join_texts(events, ReasoningDelta):
         message["reasoning_content"] = reasoning
     return message

@@ -8,7 +8,7 @@ token outside of calls is content.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.events import ArgumentsDelta, CallBegun, CallEnded, Event, ParserEvent, TextDelta
@@ -22,7 +22,8 @@ from jaxserve.server.tools.call_formats import (
     ForcedCall,
 )
 from jaxserve.server.tools.harmony import HarmonyParser
-from jaxserve.server.tools.parsing import ToolParser, make_call_id
+from jaxserve.server.tools.json_scanner import JsonScanner
+from jaxserve.server.tools.parsing import BLANKS, ToolParser, make_call_id
 from jaxserve.server.tools.reasoning import ReasoningParser, find_place
 from jaxserve.server.tools.spec import ToolSet
 
@@ -38,6 +39,27 @@ TOOL_PARSERS = (*_CALL_FORMATS, _HARMONY_TOOLS)
 REASONING_PARSERS = (*_BEGINS_INSIDE, _HARMONY_REASONING)
 
 
+@dataclass(slots=True)
+class _OpenCall:
+    """A call that has begun and not ended."""
+
+    index: int
+    is_complete: bool = False  # its arguments are
+    _scanner: JsonScanner | None = None  # None before their first character
+
+    def read(self, text: str) -> None:
+        """Reads more of its arguments. Nothing tells the end of arguments that are no object, which some models write."""
+        text = text if self._scanner is not None else text.lstrip(BLANKS)
+        if self.is_complete or not text:
+            return
+        if self._scanner is None:
+            self._scanner = JsonScanner()
+            self.is_complete = text[0] != "{"
+        if not self.is_complete:
+            self._scanner.push(text)
+            self.is_complete = self._scanner.done
+
+
 class AnswerParser:
     """Reads one answer: reasoning first, then content and calls. Without parsers all text is content."""
 
@@ -50,8 +72,8 @@ class AnswerParser:
         is_forced: bool = False,
     ) -> None:
         self._reasoning, self._tools, self._max_calls, self._is_forced = reasoning, tools, max_calls, is_forced
-        self._open_call: int | None = None  # the call that has begun and not ended
-        self.saw_calls = False  # a call has begun
+        self._open_call: _OpenCall | None = None
+        self.saw_calls = False  # a complete call has ended
 
     def push(self, text: str) -> list[Event]:
         """Reads more text; returns what is certain so far."""
@@ -89,14 +111,18 @@ class AnswerParser:
             elif self._is_forced:  # other text is the cut-off beginning of a call
                 continue
             if isinstance(event, CallBegun):
-                self.saw_calls, self._open_call = True, event.index
+                self._open_call = _OpenCall(event.index)
+            elif isinstance(event, ArgumentsDelta) and self._open_call is not None:
+                self._open_call.read(event.text)
             kept.append(event)
         return kept
 
     def _end_call(self) -> list[Event]:
-        ended: list[Event] = [] if self._open_call is None else [CallEnded(self._open_call)]
-        self._open_call = None
-        return ended
+        call, self._open_call = self._open_call, None
+        if call is None:
+            return []
+        self.saw_calls |= call.is_complete
+        return [CallEnded(call.index, call.is_complete)]
 
 
 def make_answer_parser(

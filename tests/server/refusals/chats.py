@@ -59,7 +59,7 @@ CHATS: list[Row] = [
     (_message("assistant", content="a", function_call={"name": "f", "arguments": "{}"}), "messages[0]"),
     (_call(name=""), f"{CALLS}.function.name"),
     (_call(name=5), f"{CALLS}.function.name"),
-    *((_call(name="f", arguments=text), f"{CALLS}.function.arguments") for text in ("{", "[]", "5", "[" * 9000, 5)),
+    *((_call(name="f", arguments=text), f"{CALLS}.function.arguments") for text in (5, [])),
     *(({"max_tokens": value}, "max_tokens") for value in (0, -1, 2**31)),
     *(({"max_tokens": None, "max_completion_tokens": value}, "max_completion_tokens") for value in (0, -1, 2**63)),
     ({"max_tokens": 3, "max_completion_tokens": 5}, "max_tokens"),
