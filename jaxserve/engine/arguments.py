@@ -74,21 +74,6 @@ def find_deadline(timeout: Any) -> float | None:
     return time.monotonic() + timeout
 
 
-def check_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the variables of a chat template. None of them collides with an argument of `RequestFactory`'s methods.
-
-    Raises:
-        InvalidRequestError: a variable is unknown.
-    """
-    from jaxserve.tokenizers.chat import OPTIONS
-
-    for name, value in (given or {}).items():
-        if name not in OPTIONS:
-            message = f"not a variable that a request may set; known: {', '.join(OPTIONS)}"
-            raise InvalidRequestError(message, field=f"chat_template_kwargs.{shorten(name)[1:-1]}", value=value)
-    return dict(given or {})
-
-
 def read_chat_options(
     *,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -97,16 +82,12 @@ def read_chat_options(
     add_generation_prompt: bool | None,
     continue_final_message: bool,
 ) -> dict[str, Any]:
-    """Returns the template arguments of `RequestFactory.make_chat`.
-
-    Raises:
-        InvalidRequestError: a variable of the template is unknown.
-    """
+    """Returns the template arguments of `RequestFactory.make_chat`."""
     begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
     return {
         "tools": tools,
         "chat_template": chat_template,
         "add_generation_prompt": begins,
         "continue_final_message": continue_final_message,
-        **check_variables(chat_template_kwargs),
+        "variables": chat_template_kwargs,
     }

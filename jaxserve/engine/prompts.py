@@ -96,7 +96,7 @@ class RequestFactory:
     ) -> Request:
         """Returns the request to answer a conversation, rendered by `chat_template` or else the tokenizer's own.
 
-        The other arguments are those of `encode_chat` (tools, variables, `render`) and of `Schedule`.
+        The other arguments are those of `encode_chat` (tools, variables, defaults, `render`) and of `Schedule`.
 
         Raises:
             InvalidRequestError: names what is wrong with the messages or the parameters.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.engine.arguments import check_variables
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request
 from jaxserve.server.prompts import make_params
@@ -15,6 +14,8 @@ from jaxserve.server.server_state import ServerState
 from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers.messages import check_messages
+
+_USUAL_EFFORT = "medium"  # OpenAI's default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +38,22 @@ def list_template_options(conversation: Conversation, state: ServerState) -> dic
     """Returns the options of `encode_chat`.
 
     Raises:
-        InvalidRequestError: a variable is unknown, or the body has its own template and the server does not allow that.
+        InvalidRequestError: the effort is given twice, or the body has its own template and the server does not allow
+            that.
     """
     template, begins = conversation.template, conversation.add_generation_prompt
-    options = {**state.template_variables, **check_variables(conversation.template_kwargs)}
+    effort, variables, defaults = conversation.reasoning_effort, dict(conversation.template_kwargs or {}), {}
     if template is not None and not state.config.serving.allow_request_chat_template:
         message = "this server does not render templates of requests (allow_request_chat_template)"
         raise InvalidRequestError(message, field="chat_template", value=template)
-    if conversation.reasoning_effort is not None:
-        options["reasoning_effort"] = conversation.reasoning_effort
-    return options | {
+    if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
+        message = f"conflicts with reasoning_effort {effort!r}; give only one"
+        raise InvalidRequestError(message, field="chat_template_kwargs.reasoning_effort")
+    if effort == _USUAL_EFFORT:  # some clients always send it
+        defaults = {"reasoning_effort": variables.pop("reasoning_effort")}
+    return {
+        "variables": variables,
+        "defaults": {**state.template_variables, **defaults},
         "tools": conversation.tools.describe() if conversation.tools is not None else None,
         "chat_template": state.chat_template if template is None else template,
         "add_generation_prompt": not conversation.continue_final_message if begins is None else begins,

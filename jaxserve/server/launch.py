@@ -158,11 +158,10 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
     """Returns the state of a server that has not started yet.
 
     Raises:
-        ConfigError: a file cannot be read, the name of a parser or variable is unknown, or programs would be compiled
-            while requests wait.
+        ConfigError: a file cannot be read, the name of a parser is unknown, or programs would be compiled while
+            requests wait.
     """
     from jaxserve.server.tools import REASONING_PARSERS, TOOL_PARSERS
-    from jaxserve.tokenizers.chat import OPTIONS
 
     if engine.compile.compile == "used":
         message = "a server compiles every program before it is ready; leave the option out or set it to 'all'"
@@ -172,10 +171,6 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
     rank = engine.replicas.data_parallel_rank
     metrics = ServerMetrics(name, prefix=config.logs.metrics_prefix, rank=rank)
     tracer = make_tracer(config.logs.otlp_traces_endpoint, "jaxserve", model=name)
-    for variable in serving.template_variables():
-        if variable not in OPTIONS:
-            message = f"{variable!r} is not a template variable that can be set; known are {', '.join(OPTIONS)}"
-            raise ConfigError(message, field="default_chat_template_kwargs", value=variable)
     state = ServerState(config, engine, metrics, tracer, template_variables=serving.template_variables())
     if serving.chat_template is not None:
         state.chat_template = read_chat_template(serving.chat_template)

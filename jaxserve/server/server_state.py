@@ -18,7 +18,7 @@ from jaxserve import __version__
 from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import ProgressLines, Report, say_progress
-from jaxserve.errors import QueueFullError
+from jaxserve.errors import ConfigError, InvalidRequestError, QueueFullError
 from jaxserve.request import Rank
 from jaxserve.server.budget import BodyBudget
 from jaxserve.server.errors import ApiError, to_api_error
@@ -30,6 +30,7 @@ from jaxserve.server.preparation import Preparation
 from jaxserve.server.single_flight import SingleFlight
 from jaxserve.server.tools import guess_reasoning_parser, guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
+from jaxserve.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
 _LONGEST_RETRY = 60  # seconds
@@ -113,17 +114,35 @@ class ServerState:
         return self.llm
 
     def open(self, llm: AsyncLLM) -> None:
-        """Starts serving; WorkerStartError when the process for chat templates cannot be started."""
+        """Starts serving.
+
+        Raises:
+            WorkerStartError: the process for chat templates cannot be started.
+            ConfigError: the model's chat template does not read one of the default variables.
+        """
         tokenizer, parser = llm.tokenizer, self.config.serving.tool_call_parser
         template = self.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
         self.tool_parser = guess_tool_parser(template) if parser == "auto" else None if parser == "none" else parser
         self.reasoning_parser = self.config.serving.reasoning_parser or guess_reasoning_parser(template)
         if template is not None:
+            self._check_defaults(template, tokenizer)
             self.preparation.start(template)
         self.token_texts = TokenTexts(tokenizer)
         self.metrics.cache_config = llm.view.describe_cache()
         self.max_sequences = min(self.max_sequences, _SEQUENCES_PER_ROW * llm.limits.max_num_seqs)
         self.llm, self.phase = llm, Phase.WARMING
+
+    def _check_defaults(self, template: str, tokenizer: Tokenizer | None) -> None:
+        from jaxserve.tokenizers.chat import check_variables
+        from jaxserve.tokenizers.template import require_read
+
+        try:
+            names = list(check_variables(self.template_variables, tokenizer.named_tokens if tokenizer else {}))
+            require_read(template, names)
+        except InvalidRequestError as error:
+            name = error.field.rpartition(".")[2]
+            message = f"{name}: {str(error).removeprefix(f'{error.field}: ')}"
+            raise ConfigError(message, field="default_chat_template_kwargs", value=name) from error
 
     def finish_warming(self) -> None:
         """Enters the ready phase once every program is compiled; a server that is already draining stays so."""

@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
-from jaxserve.tokenizers.checks import require_text
-from jaxserve.tokenizers.messages import check_messages, check_tools, rename_reasoning, wrap_arguments
-from jaxserve.tokenizers.template import render_template
+from jaxserve.tokenizers.messages import check_messages, check_tools, copy_json, rename_reasoning, wrap_arguments
+from jaxserve.tokenizers.template import name_variable, render_template
 
 _READS_MEMBERS = re.compile(r"\|\s*items\b|\.items\(")  # of arguments, in templates that write each by its name
 Renderer = Callable[..., str]  # with the arguments of `render_template`
-OPTIONS: Mapping[str, type] = {  # variables of well-known templates that a caller may set
+_TYPES: Mapping[str, type] = {  # of variables of well-known templates, which would take any value for true
+    "clear_thinking": bool,
     "enable_thinking": bool,
     "thinking": bool,
     "reasoning_effort": str,
     "date_string": str,
     "tools_in_user_message": bool,
 }
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # and the named tokens
 
 
 class ChatTokenizer(Protocol):
@@ -41,7 +42,8 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     render: Renderer | None = None,
-    **options: bool | str,
+    variables: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
     """Returns a conversation as the prompt's text and its token ids.
 
@@ -58,10 +60,12 @@ def encode_chat(
         continue_final_message: end with the content of the last message, which the model then continues; it must be
             the assistant's. Needs `add_generation_prompt=False`.
         render: replaces `render_template`, for example by `TemplateRenderer.render`.
-        options: further variables of the template, those in `OPTIONS`.
+        variables: further variables of the template, which it must read; any JSON values.
+        defaults: such variables for templates that read them.
 
     Raises:
-        InvalidRequestError: messages, tools or options are malformed, or the template refuses the conversation.
+        InvalidRequestError: messages, tools or variables are malformed, the template does not read a variable, or it
+            refuses the conversation.
         TokenizerError: there is no template, or it is broken.
     """
     template = tokenizer.chat_template if chat_template is None else chat_template
@@ -76,21 +80,21 @@ def encode_chat(
         checked = rename_reasoning(checked)
     if _READS_MEMBERS.search(template):
         checked = wrap_arguments(checked)
-    _check_options(options)
+    given = check_variables({**(defaults or {}), **(variables or {})}, tokenizer.named_tokens)
     if continue_final_message:
         _require_continuable(checked, add_generation_prompt)
-    texts = list(_list_texts([checked, described, options]))
+    texts = list(_list_texts([checked, described, given]))
     pattern = tokenizer.special_pattern
     escape = ""
     if any(map(pattern.search, texts)):
         escape = _choose_unused(template, texts)
-        checked, described, options = (_protect(value, pattern, escape) for value in (checked, described, options))
+        checked, described, given = (_protect(value, pattern, escape) for value in (checked, described, given))
     end = ""
     if continue_final_message:  # a character that occurs nowhere else marks the end of the content
         end = _choose_unused(template + escape, texts)
         checked[-1]["content"] += end
-    variables = {**tokenizer.named_tokens, **options, "add_generation_prompt": add_generation_prompt}
-    text = (render or render_template)(template, checked, variables, tools=described)
+    values = {**tokenizer.named_tokens, **given, "add_generation_prompt": add_generation_prompt}
+    text = (render or render_template)(template, checked, values, tools=described, must_read=list(variables or ()))
     if end:
         text = _cut_at(text, end, f"messages[{len(checked) - 1}].content")
     ids = tokenizer.encode(text, add_special_tokens=False, allow_special=True, escape=escape)
@@ -118,18 +122,23 @@ def _cut_at(text: str, end: str, field: str) -> str:
     return text[:at].replace(end, "")
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in OPTIONS:
-            raise InvalidRequestError(
-                f"not a variable that a caller may set; known: {', '.join(OPTIONS)}", field=name, value=value
-            )
-        if not isinstance(value, OPTIONS[name]):
-            raise InvalidRequestError(
-                f"must be of type {OPTIONS[name].__name__}, got {shorten(value)}", field=name, value=value
-            )
-        if isinstance(value, str):
-            require_text(value, name)
+def check_variables(given: Mapping[str, Any], named_tokens: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a copy of variables that a caller sets.
+
+    Raises:
+        InvalidRequestError: one is no JSON value, has another type than its well-known templates expect, or is set by
+            other means.
+    """
+    checked = {}
+    for name, value in given.items():
+        field = name_variable(name)
+        if name in _OWN_VARIABLES or name in named_tokens:
+            raise InvalidRequestError("cannot be set here: it has a field or token of its own", field=field)
+        if name in _TYPES and not isinstance(value, _TYPES[name]):
+            message = f"must be of type {_TYPES[name].__name__}, got {shorten(value)}"
+            raise InvalidRequestError(message, field=field, value=value)
+        checked[name] = copy_json(value, field)
+    return checked
 
 
 def _list_texts(value: Any) -> Iterator[str]:

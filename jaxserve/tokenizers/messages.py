@@ -24,8 +24,8 @@ _CALL_FIELDS = ("id", "type", "function", "index")  # `index` is left over from 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a copy of the messages, the content of each as one string; parts are joined by newlines.
 
-    The arguments of tool calls become objects, as templates expect, or stay text that is no JSON object; `reasoning` becomes `reasoning_content`; missing
-    content becomes "" in an assistant's message that calls tools or reasons.
+    The arguments of tool calls become objects, as templates expect, or stay text that is no JSON object; `reasoning`
+    becomes `reasoning_content`; missing content becomes "" in an assistant's message that calls tools or reasons.
 
     Raises:
         InvalidRequestError: there is no message, or one is malformed or holds something other than text.
@@ -52,7 +52,7 @@ def rename_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def wrap_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with arguments that are text as the only member of an object, for templates that need one."""
+    """Returns the messages with arguments that are text as a member of an object, for templates that need one."""
 
     def wrap(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]

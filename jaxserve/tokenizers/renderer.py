@@ -68,6 +68,7 @@ class TemplateRenderer:
         variables: Mapping[str, Any],
         *,
         tools: list[dict[str, Any]] | None = None,
+        must_read: Sequence[str] = (),
         limit_s: float | None = None,
         may_start: bool = True,
     ) -> str:
@@ -87,6 +88,7 @@ class TemplateRenderer:
         """
         deadline = time.monotonic() + self._time_limit_s
         job = {"template": template, "messages": messages, "variables": variables, "tools": tools}
+        job["must_read"] = must_read
         worker = self._take(deadline, needs_running=not may_start)
         limit = min(max(deadline - time.monotonic(), 0.0), self._time_limit_s if limit_s is None else limit_s)
         try:

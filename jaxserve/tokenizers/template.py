@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +32,23 @@ def render_template(
     variables: Mapping[str, Any],
     *,
     tools: list[dict[str, Any]] | None = None,
+    must_read: Sequence[str] = (),
 ) -> str:
     """Returns the text that a template makes of messages and tools.
 
+    Args:
+        must_read: the names of variables without which the template would be the same, if it did not read them.
+
     Raises:
-        InvalidRequestError: the template refuses the messages, or the text is too long.
+        InvalidRequestError: the template refuses the messages or does not read a variable, or the text is too long.
         TokenizerError: the template is not valid Jinja, breaks the sandbox's rules, or fails.
     """
     compiled = _compile(template)
+    require_read(template, must_read)
     chunks: list[str] = []
     size = 0
     try:
-        for chunk in compiled.generate(dict(messages=messages, tools=tools, documents=None, **variables)):
+        for chunk in compiled.generate({"documents": None, **variables, "messages": messages, "tools": tools}):
             chunks.append(chunk)
             size += len(chunk)
             if size > MAX_RENDERED_CHARS:
@@ -60,6 +65,30 @@ def render_template(
             f"the rendered conversation is longer than {MAX_RENDERED_CHARS} characters", field="messages"
         )
     return "".join(chunks)
+
+
+def require_read(template: str, names: Sequence[str]) -> None:
+    """Raises InvalidRequestError for the first of these variables that a valid template does not read."""
+    read = find_variables(template) if names else frozenset()
+    for name in names:
+        if name not in read:
+            known = ", ".join(sorted(each for each in read if not each.endswith("_token"))) or "none"
+            message = f"the chat template does not read it; its variables are {shorten(known)}"
+            raise InvalidRequestError(message, field=name_variable(name))
+
+
+def name_variable(name: str) -> str:
+    """Returns the name of a variable's field, as Python's arguments and bodies have it."""
+    return f"chat_template_kwargs.{shorten(name)[1:-1]}"
+
+
+@functools.lru_cache(maxsize=16)
+def find_variables(template: str) -> frozenset[str]:
+    """Returns the names that a valid template reads and does not set itself, but for messages and tools."""
+    from jinja2 import meta
+
+    found = meta.find_undeclared_variables(_make_environment().parse(template))
+    return frozenset(found - {"messages", "tools", "add_generation_prompt"})
 
 
 def prepare(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -16,7 +16,6 @@ _LENGTHS = "nothing is padded or cut here; SamplingParams(truncate_prompt_tokens
 # Arguments that scripts pass to transformers' tokenizers: the accepted values, and the hint in the error for others.
 _ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "clean_up_tokenization_spaces": ((None, False), "text stays as the tokens spell it"),
-    "documents": ((None,), "put documents into messages"),
     "max_length": ((None,), _LENGTHS),
     "padding": ((None, False, "do_not_pad"), _LENGTHS),
     "return_tensors": ((None,), _LISTS),
@@ -95,6 +94,7 @@ class TransformersTokenizer(Tokenizer):
         conversation: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
@@ -107,15 +107,17 @@ class TransformersTokenizer(Tokenizer):
         Args:
             conversation: messages, or a list of conversations.
             return_dict: return a `BatchEncoding` instead of the ids.
-            options: variables of the template (`jaxserve.tokenizers.chat.OPTIONS`), and arguments of transformers
-                without effect. The other arguments are those of `encode_chat`.
+            documents: a variable of the template, which it must read, as are those in `options`.
+            options: further variables, and arguments of transformers without effect. The other arguments are those of
+                `encode_chat`.
 
         Raises:
             InvalidRequestError: messages, tools or options are malformed, or the template refuses the conversation.
             TokenizerError: there is no template, or it is broken.
         """
-        given: dict[str, Any] = _drop_harmless(options)
-        given |= {"tools": tools, "chat_template": chat_template, "continue_final_message": continue_final_message}
+        variables = _drop_harmless(options) | ({} if documents is None else {"documents": documents})
+        given: dict[str, Any] = {"tools": tools, "chat_template": chat_template, "variables": variables}
+        given["continue_final_message"] = continue_final_message
         one = not conversation or isinstance(conversation[0], Mapping)
         rendered: list[Any] = []
         for each in [conversation] if one else conversation:

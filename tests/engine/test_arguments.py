@@ -78,12 +78,5 @@ def test_bad_timeouts_are_named(timeout: Any) -> None:
 def test_an_answer_begins_unless_one_goes_on() -> None:
     assert read_chat_options(**NOTHING)["add_generation_prompt"] is True
     assert read_chat_options(**NOTHING | {"continue_final_message": True})["add_generation_prompt"] is False
-    assert (
-        read_chat_options(**NOTHING | {"chat_template_kwargs": {"enable_thinking": False}})["enable_thinking"] is False
-    )
-
-
-@pytest.mark.parametrize("name", ["request_id", "tools", "priority", "enable_thinkin"])
-def test_variables_cannot_be_arguments(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"chat_template_kwargs\.{name}: .*enable_thinking"):
-        read_chat_options(**NOTHING | {"chat_template_kwargs": {name: 1}})
+    variables = {"enable_thinking": False, "priority": 1}
+    assert read_chat_options(**NOTHING | {"chat_template_kwargs": variables})["variables"] == variables

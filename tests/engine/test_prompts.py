@@ -91,7 +91,7 @@ def test_everything_about_a_conversation_reaches_its_template(monkeypatch: pytes
         chat_template="{{ 1 }}",
         add_generation_prompt=False,
         continue_final_message=True,
-        enable_thinking=True,
+        variables={"enable_thinking": True},
         priority=3,
         deadline=4.5,
         cache_salt="s",
@@ -106,7 +106,7 @@ def test_everything_about_a_conversation_reaches_its_template(monkeypatch: pytes
         "chat_template": "{{ 1 }}",
         "add_generation_prompt": False,
         "continue_final_message": True,
-        "enable_thinking": True,
+        "variables": {"enable_thinking": True},
     }
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from jaxserve.config import EngineConfig
 from jaxserve.engine.generation_config import read_generation_defaults
 from jaxserve.engine.prompts import RequestFactory
+from jaxserve.errors import ConfigError
 from jaxserve.presets import demo_model_dir
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.conversation import make_request
+from jaxserve.server.launch import make_state
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
@@ -69,3 +72,13 @@ def test_a_request_that_says_nothing_gets_the_models_defaults(endpoint: str, fac
 def test_the_operators_file_is_a_limit(endpoint: str, factory: RequestFactory) -> None:
     found = [ask(endpoint, factory, is_limit=True, asked=asked).max_tokens for asked in (None, 7, 300)]
     assert found == [40, 7, 40]
+
+
+@pytest.mark.parametrize("values", ['{"x": 1, "y": 2}', '{"messages": []}', '{"y": 1}', '{"enable_thinking": 1}'])
+def test_default_variables_that_the_template_does_not_read_stop_the_start(values: str) -> None:
+    config = ServerConfig.from_options(default_chat_template_kwargs=values)
+    state = make_state(EngineConfig.from_options(model="demo"), config)
+    state.chat_template = "{{ x }}{{ messages }}{{ enable_thinking }}"
+    llm: Any = SimpleNamespace(tokenizer=None)
+    with pytest.raises(ConfigError, match=r"^default_chat_template_kwargs: (y|messages|enable_thinking): "):
+        state.open(llm)

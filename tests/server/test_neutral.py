@@ -17,6 +17,7 @@ NEUTRAL: dict[str, list[dict[str, Any]]] = {
     TEXT: [{"suffix": ""}, {"best_of": 1}, dict.fromkeys(SAMPLING_FIELDS.keys() - {"request_id"})],
     CHAT: [
         {"verbosity": "medium"},
+        {"reasoning_effort": "medium", "chat_template_kwargs": {}},
         {"top_logprobs": 0},
         {"top_logprobs": 0, "logprobs": False},
         {"function_call": "none", "functions": []},

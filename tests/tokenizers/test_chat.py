@@ -42,6 +42,7 @@ class TextTokenizer:
 
 
 def render_chat(template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: str = "<s>", **options: Any) -> str:
+    """The text of `encode_chat`."""
     tokenizer: Any = TextTokenizer(bos_token)
     return encode_chat(tokenizer, messages, chat_template=template, **options)[0]
 
@@ -80,7 +81,10 @@ def test_a_conversation_as_text() -> None:
     ],
 )  # fmt: skip
 def test_what_templates_use(source: str, expected: str) -> None:
-    assert render_chat(source, HI, bos_token="<s>", enable_thinking=True, date_string="26 Jul") == expected
+    assert (
+        render_chat(source, HI, bos_token="<s>", defaults={"enable_thinking": True, "date_string": "26 Jul"})
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -298,17 +302,57 @@ def test_text_parts_are_joined() -> None:
     "options",
     [
         {"messages": []},
-        {"tools": [5]},
-        {"tools": {}},
-        {"tools": [{"a": object()}]},
+        {"tools": []},
+        {"add_generation_prompt": False},
+        {"bos_token": "x"},
         {"enable_thinking": "yes"},
         {"date_string": 5},
-        {"x": 1},
+        {"x": object()},
+        {"x": float("nan")},
+        {"x": "\ud800"},
+        {"y": 1},
+        {"enable_thinking": True, "z": 1},
     ],
 )
-def test_options_are_known_scalars(tokenizers: dict[str, Tokenizer], options: dict[str, Any]) -> None:
-    with pytest.raises((InvalidRequestError, TypeError)):
-        encode_chat(tokenizers["llama3"], HI, **options)
+def test_variables_are_checked(options: dict[str, Any]) -> None:
+    source = "{{ x }}{{ enable_thinking }}{{ date_string }}{{ bos_token }}{% for y in messages %}{{ y }}{% endfor %}"
+    for rendered in (source, CHAT_TEMPLATE):
+        with pytest.raises(InvalidRequestError) as caught:
+            render_chat(rendered, HI, variables=options)
+        assert caught.value.field.startswith("chat_template_kwargs.")
+        assert caught.value.field.removeprefix("chat_template_kwargs.") in options
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("{{ messages }}{{ tools }}{{ add_generation_prompt }}", ""),
+        ("{% if not date_string is defined %}{% set date_string = 5 %}{% endif %}{{ date_string }}", "date_string"),
+        ("{% if clear_thinking is defined and not clear_thinking %}{% endif %}", "clear_thinking"),
+        ("{% set thinking = thinking or false %}{{ thinking }}", "thinking"),
+        ("{% macro f(a) %}{{ a }}{{ documents }}{% endmacro %}{{ f(1) }}{{ strftime_now('%Y') }}", "documents"),
+        ("{% set a = 1 %}{{ a }}{{ namespace(b=2).b }}{{ range(3) }}{{ raise_exception }}", ""),
+        ("{% generation %}{{ builtin_tools | join }}{% endgeneration %}", "builtin_tools"),
+        ("{% if false %}{{ reasoning_effort }}{% endif %}", "reasoning_effort"),
+    ],
+)
+def test_a_template_says_what_it_reads(source: str, names: str) -> None:
+    assert template.find_variables(source) == frozenset(names.split())
+    types = {"date_string": "x", "reasoning_effort": "x", "documents": [{"text": "x"}], "builtin_tools": ["x"]}
+    values = {name: types.get(name, True) for name in names.split()}
+    assert render_chat(source, HI, variables=values) == render_chat(source, HI, defaults={**values, "not_read": 1})
+    with pytest.raises(InvalidRequestError, match=rf"^chat_template_kwargs\.not_read: .*{names or 'none'}"):
+        render_chat(source, HI, variables={"not_read": 1})
+
+
+def test_documents_reach_a_template_that_reads_them(tokenizers: dict[str, Tokenizer]) -> None:
+    source = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    assert render_chat(source, HI) == "hi"
+    assert render_chat(source, HI, variables={"documents": [{"text": "x"}]}) == "xhi"
+    tokenizer: Any = tokenizers["llama3"]
+    given = {"chat_template": source, "tokenize": False}
+    assert tokenizer.apply_chat_template(HI, documents=[{"text": "x"}], **given) == "xhi"
+    assert tokenizer.apply_chat_template(HI, documents=None, **given) == "hi"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -346,7 +390,7 @@ def test_messages_never_become_special_tokens(tokenizers: dict[str, Tokenizer], 
 
 def test_options_never_become_special_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["llama3"]
-    text, ids = encode_chat(tokenizer, HI, chat_template="{{ date_string }}", date_string="<|im_end|>")
+    text, ids = encode_chat(tokenizer, HI, chat_template="{{ x.y[0] }}", variables={"x": {"y": ["<|im_end|>"]}})
     assert text == "<|im_end|>" and tokenizer.special_ids.isdisjoint(ids)
 
 

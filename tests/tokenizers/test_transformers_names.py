@@ -106,7 +106,7 @@ def test_what_is_not_here_is_refused_by_name(tokenizers: dict[str, Tokenizer], a
     ):
         with pytest.raises(InvalidRequestError) as caught:
             call()
-        assert caught.value.field == name and caught.value.value == arguments[name]
+        assert caught.value.field.removeprefix("chat_template_kwargs.") == name
 
 
 def test_what_changes_nothing_is_taken(tokenizers: dict[str, Tokenizer]) -> None:

@@ -31,7 +31,7 @@ SAMPLING_FIELDS: ForeignFields = {
     "thinking_token_budget": ((), "max_tokens bounds reasoning and answer together"),
     "repetition_detection": ((), "send repetition_penalty"),
     "truncation_side": (("left",), _IS_CUT_LEFT),
-    "documents": (([],), "put them in a message"),
+    "documents": (([],), "send them in a message, or in chat_template_kwargs if the template reads them"),
     "prompt_embeds": ((), "send text or token ids"),
     "mm_processor_kwargs": (({},), _IS_TEXT),
     "media_io_kwargs": (({},), _IS_TEXT),

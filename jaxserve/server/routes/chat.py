@@ -71,8 +71,9 @@ def check_body(body: ChatCompletionRequest, state: ServerState) -> None:
 
 def list_names(body: ChatCompletionRequest) -> dict[str, str]:
     """Returns the body's names of the engine's fields."""
-    names = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or ()}
-    names |= {"logprobs": "top_logprobs", "prompt": "messages"}
+    names = {"logprobs": "top_logprobs", "prompt": "messages"}
+    if body.reasoning_effort is not None:
+        names["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"
     if body.max_tokens is None:
         names["max_tokens"] = "max_completion_tokens"
     if body.response_format is None and body.structured_outputs is None:

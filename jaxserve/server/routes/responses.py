@@ -97,7 +97,8 @@ def list_names(body: ResponseRequest) -> dict[str, str]:
     form = {}
     if body.structured_outputs is None:
         form = {"structured_outputs.json": "text.format.schema", "structured_outputs": "text.format"}
-    form |= {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or ()}
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        form["chat_template_kwargs.reasoning_effort"] = "reasoning.effort"
     more = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
     return names | form | more
 

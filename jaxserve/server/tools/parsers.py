@@ -48,7 +48,7 @@ class _OpenCall:
     _scanner: JsonScanner | None = None  # None before their first character
 
     def read(self, text: str) -> None:
-        """Reads more of its arguments. Nothing tells the end of arguments that are no object, which some models write."""
+        """Reads more of its arguments. Nothing tells the end of those that are no object."""
         text = text if self._scanner is not None else text.lstrip(BLANKS)
         if self.is_complete or not text:
             return

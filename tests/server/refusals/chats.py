@@ -116,8 +116,11 @@ CHATS: list[Row] = [
     ),
     *(
         ({"chat_template_kwargs": {"enable_thinking": value}}, "chat_template_kwargs.enable_thinking")
-        for value in ("yes", 1, None, [], {"a": [[]]})
+        for value in ("yes", 1, None, [], {"a": [[]]}, True)  # the demo's template does not read it
     ),
+    ({"chat_template_kwargs": {"documents": [{"text": "x"}]}}, "chat_template_kwargs.documents"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"reasoning_effort": "medium", "chat_template_kwargs": {"reasoning_effort": "low"}}, "reasoning_effort"),
     ({"continue_final_message": True}, "messages[0].role"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),

@@ -30,6 +30,8 @@ RESPONSES: list[Row] = [
     ),
     ({"text": {"color": 1}}, "text.color", "unknown_parameter"),
     ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"chat_template_kwargs": {"reasoning_effort": "high"}}, "chat_template_kwargs.reasoning_effort"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"truncation": "auto"}, "truncation"),
     ({"chat_template_kwargs": {"request_id": "a"}}, "chat_template_kwargs.request_id"),
