@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from jaxserve.errors import TokenizerError
 from jaxserve.request import Request, RequestOutput
 from jaxserve.server.body import prepare
 from jaxserve.server.conversation import Conversation, make_parser, make_request
@@ -20,6 +21,29 @@ from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.server_state import ServerState
 from jaxserve.server.stream import EventStream, run_while_connected
 from jaxserve.server.tools import AnswerParser
+from jaxserve.tokenizers.tokenizer import TokenNamer
+
+
+class ReasoningCounter:
+    """Counts the tokens of a choice inside reasoning, without its marks.
+
+    It has a parser of its own, which reads the tokens one by one, so that the count depends on them alone. The text of
+    outputs comes in other pieces, and is held back in front of stop strings.
+    """
+
+    def __init__(self, parser: AnswerParser, namer: TokenNamer) -> None:
+        self._parser, self._namer = parser, namer
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """Returns how many of the next tokens are reasoning."""
+        found = 0
+        for token_id in token_ids:
+            if not self._parser.may_reason:
+                break
+            was_reasoning = self._parser.is_reasoning
+            self._parser.push(self._namer.name(token_id))
+            found += was_reasoning and self._parser.is_reasoning
+        return found
 
 
 class AnswerReader:
@@ -28,14 +52,22 @@ class AnswerReader:
     Args:
         n: completions of each request.
         make_parser: makes the parser of a choice.
+        make_counter: makes its counter of reasoning; None: there is no reasoning.
         shows_reasoning: False drops it.
     """
 
     def __init__(
-        self, n: int, make_parser: Callable[[], AnswerParser] = AnswerParser, *, shows_reasoning: bool = True
+        self,
+        n: int,
+        make_parser: Callable[[], AnswerParser] = AnswerParser,
+        make_counter: Callable[[], ReasoningCounter | None] = lambda: None,
+        *,
+        shows_reasoning: bool = True,
     ) -> None:
-        self._n, self._make_parser, self._shows_reasoning = n, make_parser, shows_reasoning
+        self._n, self._make_parser, self._make_counter = n, make_parser, make_counter
+        self._shows_reasoning = shows_reasoning
         self._parsers: dict[int, AnswerParser] = {}  # by choice
+        self._counters: dict[int, ReasoningCounter | None] = {}  # by choice
 
     def read(self, position: int, output: RequestOutput) -> Iterator[Update]:
         """Yields what an output of the request at this position adds to each of its choices."""
@@ -44,6 +76,7 @@ class AnswerReader:
             parser, reason = self._parsers.get(index), completion.finish_reason
             if begins := parser is None:
                 parser = self._parsers[index] = self._make_parser()
+                self._counters[index] = self._make_counter()
             events = parser.push(completion.text)
             if reason is not None:
                 events += parser.finish()
@@ -51,7 +84,9 @@ class AnswerReader:
                 events.append(AnswerEnded(reason, completion.stop_reason))
             if not self._shows_reasoning:
                 events = [event for event in events if not isinstance(event, ReasoningDelta)]
-            yield Update(index, begins, events, completion, output)
+            counter = self._counters[index]
+            num_reasoning = 0 if counter is None else counter.count(completion.token_ids)
+            yield Update(index, begins, events, completion, output, num_reasoning)
 
 
 class Writer(Protocol):
@@ -100,8 +135,22 @@ async def answer[B: SamplingFields](
     conversation, request = await prepare(http, body, state, make)
     (request,) = name_requests([request], http)
     parse = partial(make_parser, conversation, request, state)
-    reader = AnswerReader(request.params.n, parse, shows_reasoning=conversation.shows_reasoning)
+    count = partial(_make_counter, parse, request, state)
+    reader = AnswerReader(request.params.n, parse, count, shows_reasoning=conversation.shows_reasoning)
     return await respond(http, body, state, [request], reader, make_writer(conversation, request), operation="chat")
+
+
+def _make_counter(
+    make_parser: Callable[[], AnswerParser], request: Request, state: ServerState
+) -> ReasoningCounter | None:
+    """Returns a counter for one choice; None if it has no reasoning, or the tokenizer gives tokens no text."""
+    parser, tokenizer = make_parser(), state.engine.tokenizer
+    if not parser.may_reason or tokenizer is None:
+        return None
+    try:
+        return ReasoningCounter(parser, TokenNamer(tokenizer, False, request.prompt_token_ids))
+    except TokenizerError:
+        return None
 
 
 async def respond(
@@ -129,6 +178,7 @@ async def respond(
 
 async def _collect(generation: Generation, reader: AnswerReader, writer: Writer) -> dict[str, Any]:
     updates = [update async for numbered in generation.outputs() for update in reader.read(*numbered)]
+    generation.account.reasoning_tokens = sum(update.num_reasoning for update in updates)
     return writer.fold(updates, generation.account, generation.describe_metrics())
 
 
@@ -139,6 +189,7 @@ async def _stream(
     async with aclosing(outputs):
         async for position, output in outputs:
             for update in reader.read(position, output):
+                usage.reasoning_tokens += update.num_reasoning
                 for piece in writer.write(update, usage):
                     yield piece
         for piece in writer.end(usage, generation.describe_metrics()):

@@ -68,6 +68,7 @@ class Update:
     events: Sequence[Event]  # may be empty: tokens without text of their own yet
     completion: CompletionOutput  # has the tokens of the events, and their log-probabilities
     output: RequestOutput  # has the prompt
+    num_reasoning: int = 0  # of its tokens, those inside reasoning
 
     @property
     def ended(self) -> AnswerEnded | None:

@@ -27,6 +27,7 @@ class Account:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of these, as `AnswerReader` counts them
 
     def to_usage(self) -> dict[str, Any]:
         """Returns the counts in OpenAI's format (`Usage`)."""
@@ -35,6 +36,7 @@ class Account:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 

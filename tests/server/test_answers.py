@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import OutputKind
-from jaxserve.server.answers import AnswerReader
+from jaxserve.server.answers import AnswerReader, ReasoningCounter
 from jaxserve.server.events import (
     AnswerEnded,
     ArgumentsDelta,
@@ -121,6 +121,42 @@ def test_reasoning_is_dropped_where_it_is_not_shown() -> None:
     assert list_events(outputs, make_reader(shows_reasoning=False)) == [TextDelta("y"), AnswerEnded("stop", "END")]
 
 
+MARKS = ["<think>", "</think>", "a", " b", "\n", "<", "/think>", "<|channel|>", "analysis", "<|message|>", "<|end|>"]
+
+
+class Named:
+    """The names of tokens that are indices in `MARKS`."""
+
+    def name(self, token_id: int) -> str:
+        return MARKS[token_id]
+
+
+@pytest.mark.parametrize(
+    ("parser", "texts", "expected"),
+    [
+        ("qwen3", "<think> a  b a </think> a", 3),
+        ("qwen3", "a  b <think> a", 0),
+        ("qwen3", "<think> a", 1),
+        ("deepseek_r1", "a  b </think> a <think> a", 2),
+        ("deepseek_r1", "a < /think> a", 2),  # a mark in pieces is known at its end
+        ("openai_gptoss", "<|channel|> analysis <|message|> a  b <|end|> <|channel|> a <|message|> a", 2),
+    ],
+)
+def test_tokens_of_reasoning_are_counted_whatever_the_outputs(parser: str, texts: str, expected: int) -> None:
+    token_ids = [MARKS.index(text.replace("_", " ")) for text in texts.replace("  b", " _b").split()]
+    for size in (1, 2, len(token_ids)):
+        reader = AnswerReader(
+            1,
+            lambda: make_answer_parser(None, parser),
+            lambda: ReasoningCounter(make_answer_parser(None, parser), cast(Any, Named())),
+        )
+        pieces = [token_ids[at : at + size] for at in range(0, len(token_ids), size)]
+        outputs = [
+            RequestOutput("r-0", "hi", [7], [CompletionOutput(0, "", piece, None)], finished=False) for piece in pieces
+        ]
+        assert sum(update.num_reasoning for update in read(outputs, reader)) == expected
+
+
 def test_choices_are_numbered_across_the_prompts() -> None:
     reader = AnswerReader(2)
     given = [(1, give("a", index=1)), (0, give("b", index=1)), (1, give("c", "stop", index=1))]
@@ -173,7 +209,7 @@ def test_the_chunks_of_a_chat_are_its_whole_answer(text: str) -> None:
     outputs = [*(give(character) for character in text), give("", "stop")]
     pieces = [piece for update in read(outputs) for piece in writer.write(update, Account())]
     chunks = [json.loads(piece.removeprefix(b"data: "))["choices"][0] for piece in pieces]
-    for name in ("content", "reasoning_content"):
+    for name in ("content", "reasoning", "reasoning_content"):
         joined = "".join(chunk["delta"].get(name) or "" for chunk in chunks)
         assert joined == (whole["message"].get(name) or "")
     arguments = [call["function"]["arguments"] for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]

@@ -107,7 +107,8 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: str | None = None
-    reasoning_content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the same, by its older name
     tool_calls: list[ToolCall] | None = None
 
 

@@ -220,7 +220,7 @@ def _to_delta(event: Event) -> dict[str, Any] | None:
         case TextDelta(text):
             return {"content": text}
         case ReasoningDelta(text):
-            return {"reasoning_content": text}
+            return _name_reasoning(text)
         case CallBegun(index, call_id, name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
@@ -245,5 +245,10 @@ def _collect_message(events: Sequence[Event]) -> dict[str, Any]:
     if calls:
         message["tool_calls"], message["content"] = list(calls.values()), message["content"] or None
     if reasoning := join_texts(events, ReasoningDelta):
-        message["reasoning_content"] = reasoning
+        message |= _name_reasoning(reasoning)
     return message
+
+
+def _name_reasoning(text: str) -> dict[str, str]:
+    """Returns reasoning under both of its names: newer clients of vLLM and the Hub's read the first."""
+    return {"reasoning": text, "reasoning_content": text}

@@ -33,6 +33,8 @@ class HarmonyParser:
         in_message: the text continues the text of a `final` message.
     """
 
+    is_over = False  # reasoning can follow any message
+
     def __init__(self, names: Collection[str] | None, *, in_message: bool = False) -> None:
         self._names = names
         self._header: str | None = None if in_message else ""  # what was read of one; None in a message
@@ -42,6 +44,11 @@ class HarmonyParser:
         self._seen: set[type] = set()
         self._num_calls = 0
         self._out: list[ParserEvent] = []
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text read so far ends inside a message that is reasoning."""
+        return self._header is None and self._kind is ReasoningDelta
 
     def push(self, text: str) -> list[ParserEvent]:
         """Reads more text; returns what is certain so far."""

@@ -75,6 +75,22 @@ class AnswerParser:
         self._open_call: _OpenCall | None = None
         self.saw_calls = False  # a complete call has ended
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text read so far ends inside reasoning."""
+        part = self._reasoning_part
+        return part is not None and part.is_inside
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may follow."""
+        part = self._reasoning_part
+        return part is not None and not part.is_over
+
+    @property
+    def _reasoning_part(self) -> ReasoningParser | HarmonyParser | None:
+        return self._tools if isinstance(self._tools, HarmonyParser) else self._reasoning
+
     def push(self, text: str) -> list[Event]:
         """Reads more text; returns what is certain so far."""
         if self._reasoning is None:

@@ -54,6 +54,16 @@ class ReasoningParser:
         self._partial = ""  # the beginning of a mark
         self._out: list[ParserEvent] = []
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the text read so far ends inside reasoning."""
+        return self._state in ("gap", "inside") or (self._state == "begin" and self._starts_inside)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no reasoning can follow."""
+        return self._state in ("behind", "content")
+
     def push(self, text: str) -> list[ParserEvent]:
         """Reads more text; returns what is certain so far."""
         at = 0
