@@ -45,7 +45,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None  # one of these texts; normalised to a tuple
     grammar: str | None = None  # llguidance's dialect of Lark; GBNF is converted to it
     disable_any_whitespace: bool = False  # json and json_object: no whitespace between the tokens of JSON
-    whitespace_pattern: str | None = None  # the same: a regex for it; default: a line break and at most 32 blanks
+    whitespace_pattern: str | None = None  # the same: a regex for it; default: a blank, or a line break and at most 32
 
     def __new__(cls, *_args: Any, **options: Any) -> StructuredOutputsParams:
         """Refuses unknown names before the generated `__init__` sees them."""

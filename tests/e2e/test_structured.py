@@ -60,15 +60,16 @@ def test_forms_hold_beside_rows_without_one(llm: LLM) -> None:
 def test_a_model_that_writes_blanks_comes_to_an_end(llm: LLM) -> None:
     colours = {"enum": ["red", "green"]}
     form = {"type": "object", "properties": {"first": colours, "second": colours}, "required": ["first", "second"]}
-    blanks = [token_id for token_id, text in enumerate(llm.get_tokenizer().list_token_bytes()) if text.isspace()]
+    texts = llm.get_tokenizer().list_token_bytes()
+    blanks = [token_id for token_id, text in enumerate(texts) if text.isspace()]
     params = SamplingParams(
         temperature=0,
-        max_tokens=200,
-        logit_bias=dict.fromkeys(blanks, 50.0),
+        max_tokens=280,  # 8 gaps of 33 blanks would take them all
+        logit_bias={**dict.fromkeys(blanks, 50.0), texts.index(b"\n"): 90.0},
         structured_outputs=StructuredOutputsParams(json={**form, "additionalProperties": False}),
     )
     (text,) = ask(llm, [params])
-    assert " " * 32 in text and set(json.loads(text).values()) <= {"red", "green"}
+    assert "\n" + " " * 32 in text and set(json.loads(text).values()) <= {"red", "green"}
 
 
 def test_many_seeds_and_more_requests_than_rows(llm: LLM) -> None:

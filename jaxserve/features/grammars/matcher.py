@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from jaxserve.features.grammars.blanks import BlankLimit
 from jaxserve.features.grammars.errors import MatcherError, shorten_message
 from jaxserve.features.grammars.shards import GrammarShards
 from jaxserve.features.grammars.vocabulary import Vocabulary
@@ -33,6 +34,7 @@ class Matcher:
         self._shard = shard
         self._native: LLMatcher = shards.fork(shard)
         self._ids: list[int] = []
+        self._blanks = BlankLimit(shards.vocabulary) if shards.limits_blanks else None
         self._has_ended = False  # by EOS
         self._was_recovered = False
         self._may_walk = True  # until a walk along drafts meets an error
@@ -104,6 +106,8 @@ class Matcher:
             if self._native.is_error():
                 row[:num_words] = 0
                 raise self._make_error()
+            if self._blanks is not None:
+                self._blanks.narrow(row)
 
     def fill_along(
         self, drafts: Sequence[int], lines: np.ndarray, version: int, go_on: Callable[[int], bool] = lambda _: True
@@ -134,13 +138,19 @@ class Matcher:
                 return
             # A copy costs more the longer the text is, but a failed rollback would cost the parser.
             native = self._native if self._rolls_back else self._native.deep_copy()
+            blanks = self._blanks.copy() if self._blanks is not None else None
             num_taken, is_back = 0, False
             try:
                 for draft in drafts:
                     if not self._take_draft(native, draft, lines[num_taken]):
                         break
                     num_taken += 1
-                    if not _fill_behind_draft(native, lines[num_taken], num_words) or not go_on(num_taken + 1):
+                    if not _fill_behind_draft(native, lines[num_taken], num_words):
+                        break
+                    if blanks is not None:
+                        blanks.accept(draft)
+                        blanks.narrow(lines[num_taken])
+                    if not go_on(num_taken + 1):
                         break
                 self._may_walk = not native.is_error()
                 if num_taken and self._may_walk and self._rolls_back is not False:
@@ -171,6 +181,7 @@ class Matcher:
             other._shards, other.version, other.mask_job = self._shards, self.version, None
             other._shard, other._ids = self._shard, list(self._ids)
             other._native = self._native.deep_copy()
+            other._blanks = self._blanks.copy() if self._blanks is not None else None
             other._has_ended, other._was_recovered = self._has_ended, self._was_recovered
             other._may_walk, other._rolls_back, other._failure = self._may_walk, self._rolls_back, self._failure
         other._lock = threading.Lock()
@@ -227,6 +238,8 @@ class Matcher:
         if is_taken:
             self._has_ended = is_eos
             self._ids.append(token_id)
+            if self._blanks is not None:
+                self._blanks.accept(token_id)
         return is_taken
 
     def _recover(self) -> None:
@@ -241,6 +254,7 @@ class Matcher:
         self._native = self._shards.compile()
         self._shards.renew(self._shard, self._native)
         token_ids, self._ids, self._has_ended = self._ids, [], False
+        self._blanks = BlankLimit(self.vocabulary) if self._shards.limits_blanks else None
         for token_id in token_ids:
             if not self._consume(token_id):
                 raise self._make_error(token_id)

@@ -33,9 +33,13 @@ class GrammarShards:
     compiles fast is compiled once per shard.
     """
 
-    def __init__(self, source: str, vocabulary: Vocabulary, most: int) -> None:
-        """Compiles the first of at most `most` shards; MatcherError if the grammar does not compile."""
-        self.vocabulary = vocabulary
+    def __init__(self, source: str, vocabulary: Vocabulary, most: int, *, limits_blanks: bool) -> None:
+        """Compiles the first of at most `most` shards; MatcherError if the grammar does not compile.
+
+        Args:
+            limits_blanks: matchers have a `BlankLimit`.
+        """
+        self.vocabulary, self.limits_blanks = vocabulary, limits_blanks
         self._source = source
         start = time.perf_counter()
         first = self.compile()

@@ -9,9 +9,10 @@ from typing import Any
 from jaxserve.features.grammars.gbnf import to_lark
 from jaxserve.structured_params import LARK_LITERAL, StructuredOutputsParams
 
-# The default whitespace between JSON tokens: enough for eight levels indented by four, and bounded, because some models
-# write blanks until `max_tokens`. llguidance does not allow two such gaps in a row.
-_BLANKS = r"\r?\n[ \t]{0,32}|[ \t]{1,32}"
+# The default whitespace between JSON tokens: one blank, or a line break and the indentation of eight levels by four. It
+# is bounded, because some models write blanks until `max_tokens`. llguidance does not allow two such gaps in a row.
+# `BlankLimit` bounds the gaps of a text together.
+_BLANKS = r"\r?\n[ \t]{0,32}|[ \t]"
 _LITERAL_OR_JSON = re.compile(rf"{LARK_LITERAL.pattern}|%json\s*")
 
 
@@ -33,6 +34,11 @@ def make_source(params: StructuredOutputsParams) -> str:
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     return _wrap({"json_schema": {**schema, "x-guidance": options}})
+
+
+def has_usual_blanks(params: StructuredOutputsParams) -> bool:
+    """Whether the output is one JSON text with the default whitespace, which `BlankLimit` bounds."""
+    return params.kind.startswith("json") and not (params.disable_any_whitespace or params.whitespace_pattern)
 
 
 def _bound_blanks(grammar: str) -> str:

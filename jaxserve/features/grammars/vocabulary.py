@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 from jaxserve.errors import InvalidRequestError, JaxServeError
 from jaxserve.tokenizers import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLTokenizer
 
 _MARK = "\x02"  # no token spans this character: text after it is encoded as a continuation
@@ -60,6 +62,15 @@ class Vocabulary:
             if self._join(ids[:at]).endswith(_MARK.encode()) and self._join(ids[at:]) == data:
                 return ids[at:]
         return self.native.greedy_tokenize(text)
+
+    @cached_property
+    def blank_words(self) -> np.ndarray:
+        """The mask of the tokens of nothing but blanks, uint32 [ceil(V / 32)]."""
+        import numpy as np
+
+        bits = np.zeros(-(-len(self.tokens) // 32) * 32, np.uint8)
+        bits[: len(self.tokens)] = [token.isspace() for token in self.tokens]
+        return np.packbits(bits, bitorder="little").view(np.uint32)
 
     def _join(self, ids: list[int]) -> bytes:
         size = len(self.tokens)

@@ -6,17 +6,35 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars import GrammarCompiler, Matcher
+from jaxserve.features.grammars.blanks import MOST_BLANKS
 from jaxserve.structured_params import StructuredOutputsParams
 from tests.features.grammars.walks import ENDINGS, list_allowed
 
 MAX_TOKENS = 600
 MOST = 34  # a line break of two characters and 32 blanks
+# OpenAI's example of structured outputs.
+STEP = {
+    "type": "object",
+    "properties": {"explanation": {"type": "string", "maxLength": 8}, "output": {"type": "string", "maxLength": 8}},
+    "required": ["explanation", "output"],
+    "additionalProperties": False,
+}
+MATHS = {
+    "type": "object",
+    "properties": {
+        "steps": {"type": "array", "items": STEP, "minItems": 3, "maxItems": 9},
+        "final_answer": {"type": "string", "maxLength": 8},
+    },
+    "required": ["steps", "final_answer"],
+    "additionalProperties": False,
+}
 FORM = {
     "type": "object",
     "properties": {
@@ -88,7 +106,8 @@ def test_blanks_have_an_end(compiler: GrammarCompiler, options: dict[str, Any]) 
 @pytest.mark.parametrize("options", [{"json_object": True}, {"grammar": "start: %json true"}])
 def test_where_a_value_begins_blanks_have_an_end_too(compiler: GrammarCompiler, options: dict[str, Any]) -> None:
     grammar = compiler.compile(StructuredOutputsParams(**options))
-    for gap, fits in ((" " * 32, True), ("\n" + "\t" * 32, True), (" " * 33, False), ("\n\n", False), (" \n", False)):
+    gaps = ((" ", True), ("\t", True), ("\n", True), ("\n" + "\t" * 32, True), ("\r\n  ", True))
+    for gap, fits in (*gaps, ("  ", False), ("\n" + " " * 33, False), ("\n\n", False), (" \n", False)):
         assert accepts(grammar.new_matcher(), f'{{"a":{gap}1}}') == fits, repr(gap)
 
 
@@ -116,8 +135,48 @@ def test_whatever_python_writes_is_accepted(compiler: GrammarCompiler, value: An
 def test_eight_levels_are_indented(compiler: GrammarCompiler) -> None:
     value: Any = 1
     for _ in range(4):
-        value = {"a": [value, True]}
+        value = {"a": [value]}
     grammar = compiler.compile(StructuredOutputsParams(json_object=True))
-    text = json.dumps(value, indent=4)
-    assert "\n" + " " * 32 + "1" in text and accepts(grammar.new_matcher(), text)
+    text = json.dumps(value, indent=2)
+    assert "\n" + " " * 16 + "1" in text and accepts(grammar.new_matcher(), text)
     assert accepts(grammar.new_matcher(), text.replace("\n", "\r\n"))
+
+
+def test_the_blanks_of_a_nested_text_have_an_end_together(compiler: GrammarCompiler) -> None:
+    """Those of one gap after the other would fill the context."""
+    compact = StructuredOutputsParams(json=MATHS, disable_any_whitespace=True)
+    least = len(write_blanks(compiler.compile(compact).new_matcher()))
+    text = write_blanks(compiler.compile(StructuredOutputsParams(json=MATHS)).new_matcher())
+    assert len(json.loads(text)["steps"]) == 3
+    assert sum(map(str.isspace, text)) <= MOST_BLANKS + 2 * least
+    long = {"a": "  " * 300, "b": [True] * 300}
+    matcher = compiler.compile(StructuredOutputsParams(json_object=True)).new_matcher()
+    assert accepts(matcher, json.dumps(long)), "in strings, and one behind each comma"
+
+
+def test_the_limit_of_blanks_holds_along_drafts_and_in_copies(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile(StructuredOutputsParams(json={"type": "array", "items": {"enum": [1]}}))
+    tokens = grammar.vocabulary.tokens
+    line, blank, comma, value, begin = (tokens.index(text) for text in (b"\n", b" ", b",", b"1", b"["))
+    gap, words = [line, *[blank] * 32], -(-len(tokens) // 32)
+    text = [begin, *gap, value, comma, *gap, value, comma, *gap, value, comma, *gap]
+    plain, rows = grammar.new_matcher(), []
+    for token in text:
+        rows.append(np.zeros(words, np.uint32))
+        plain.fill_mask(rows[-1])
+        plain.accept(token)
+    rows.append(np.zeros(words, np.uint32))
+    plain.fill_mask(rows[-1])
+    left = [bool(row[blank // 32] >> (blank % 32) & 1) for row in rows]
+    assert left[-6] and not left[-1]
+    for count in (len(text) - 8, len(text) - 3):
+        drafted = grammar.new_matcher()
+        for token in text[:count]:
+            drafted.accept(token)
+        for matcher in (drafted, drafted.copy()):
+            lines = np.zeros((9, words), np.uint32)
+            matcher.fill_mask(lines[0])
+            matcher.fill_along(text[count:], lines, matcher.version)
+            num_equal = sum(map(np.array_equal, lines, rows[count:]))
+            first_refused = next(at for at in range(count, len(rows)) if not left[at])
+            assert num_equal >= first_refused - count + 1
