@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request
 from jaxserve.server.prompts import make_params
 from jaxserve.server.server_state import ServerState
-from jaxserve.server.tools import AnswerParser, ToolSet, make_answer_parser, needs_special_tokens
+from jaxserve.server.tools import AnswerParser, ToolSet, allow_calls, make_answer_parser, needs_special_tokens
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers.messages import check_messages
 
@@ -75,17 +76,21 @@ def make_request(conversation: Conversation, state: ServerState, options: Mappin
     engine, tools = state.engine, conversation.tools
     if tools is not None and tools.choice == "auto":
         _require_auto(state)
-    forced = tools.structured_outputs() if tools is not None else None
-    if forced is not None and conversation.form is not None:
+    forced, form = tools.structured_outputs() if tools is not None else None, conversation.form
+    if forced is not None and form is not None:
         raise InvalidRequestError("conflicts with tool_choice; give only one", field="structured_outputs", value=None)
-    given = {**conversation.params, "structured_outputs": forced or conversation.form}
+    if form is not None and tools is not None and tools.choice == "auto":
+        tokenizer = engine.tokenizer
+        special = tokenizer.special_tokens if tokenizer is not None else {}
+        with _name_tools():
+            form = allow_calls(form, tools, str(state.tool_parser), special)
+    given = {**conversation.params, "structured_outputs": forced or form}
     tool_parser, reasoning_parser = _choose_parsers(conversation, state)
     if needs_special_tokens(reasoning_parser) or (needs_special_tokens(tool_parser) and forced is None):
         given["skip_special_tokens"] = False
-    params = make_params(given, engine.defaults)
-    return engine.requests.make_chat(
-        conversation.messages, params, **list_template_options(conversation, state), **options
-    )
+    params, template = make_params(given, engine.defaults), list_template_options(conversation, state)
+    with _name_tools() if form is not conversation.form else nullcontext():
+        return engine.requests.make_chat(conversation.messages, params, **template, **options)
 
 
 def make_parser(conversation: Conversation, request: Request, state: ServerState) -> AnswerParser:
@@ -99,6 +104,19 @@ def make_parser(conversation: Conversation, request: Request, state: ServerState
 def _choose_parsers(conversation: Conversation, state: ServerState) -> tuple[str | None, str | None]:
     """Returns the names of the parsers of calls and of reasoning."""
     return state.tool_parser if conversation.tools is not None else None, state.reasoning_parser
+
+
+@contextmanager
+def _name_tools() -> Iterator[None]:
+    """Names both fields in errors of a grammar of form and calls."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if not error.field.startswith("structured_outputs"):
+            raise
+        reason = str(error).removeprefix(f"{error.field}: ")
+        message = f"with the tools, which may be called instead (tool_choice auto), as one grammar: {reason}"
+        raise InvalidRequestError(message, field="structured_outputs") from error
 
 
 def _require_auto(state: ServerState) -> None:

@@ -22,18 +22,45 @@ def make_source(params: StructuredOutputsParams) -> str:
         return _bound_blanks(to_lark(str(params.grammar)))
     if params.kind == "choice":
         # One terminal is one automaton; as alternatives of a rule each text would use one of the parser's items.
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice or ())
-        return _wrap({"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"})
+        return _wrap({"lark_grammar": f"start: CHOICE\nCHOICE: {_list_texts(params)}"})
     if params.kind == "regex":
-        from llguidance import regex_to_lark
-
-        # "dws": \d, \w and \s mean ASCII; Rust's mean Unicode.
-        return _wrap({"lark_grammar": f"start: /{regex_to_lark(params.regex or '', 'dws')}/"})
+        return _wrap({"lark_grammar": f"start: {_write_regex(params)}"})
     schema = json.loads(str(params.json)) if params.kind == "json" else {"type": "object"}
-    options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or _BLANKS}
+    return _wrap({"json_schema": {**schema, "x-guidance": _write_options(params)}})
+
+
+def _list_texts(params: StructuredOutputsParams) -> str:
+    return " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice or ())
+
+
+def _write_regex(params: StructuredOutputsParams) -> str:
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(params.regex or '', 'dws')}/"  # "dws": \d, \w and \s mean ASCII; Rust's mean Unicode
+
+
+def _write_options(params: StructuredOutputsParams) -> dict[str, Any]:
     if params.disable_any_whitespace:
-        options = {"whitespace_flexible": False}
-    return _wrap({"json_schema": {**schema, "x-guidance": options}})
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": params.whitespace_pattern or _BLANKS}
+
+
+def write_rule(params: StructuredOutputsParams, name: str) -> str:
+    """Returns a constraint as the rule `name` of a Lark grammar, for a part of the output.
+
+    Raises:
+        InvalidRequestError: the grammar is malformed GBNF.
+    """
+    if params.kind == "grammar":
+        return f"{name}: %lark {{\n{to_lark(str(params.grammar))}\n}}"
+    if params.kind == "choice":
+        return f"{name}: {name.upper()}\n{name.upper()}: {_list_texts(params)}"
+    if params.kind == "regex":
+        return f"{name}: {_write_regex(params)}"
+    schema = json.loads(str(params.json)) if params.kind == "json" else {"type": "object"}
+    if params.disable_any_whitespace or params.whitespace_pattern:
+        schema |= {"x-guidance": _write_options(params)}  # else `make_source` adds the usual ones
+    return f"{name}: %json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def has_usual_blanks(params: StructuredOutputsParams) -> bool:

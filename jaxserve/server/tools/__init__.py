@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.server.tools.grammar import allow_calls
 from jaxserve.server.tools.parsers import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -18,6 +19,7 @@ __all__ = [
     "TOOL_PARSERS",
     "AnswerParser",
     "ToolSet",
+    "allow_calls",
     "guess_reasoning_parser",
     "guess_tool_parser",
     "make_answer_parser",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent, TextDelta
 from jaxserve.server.tools.calls import CallReader, JsonCallReader, NamedCallReader, begins_name
@@ -206,6 +206,28 @@ class CallTextParser:
                 self._say("".join(reader.raw))
                 self._state, self._raw = _TEXT, []
         return at
+
+
+class CallsOrForm:
+    """Reads an answer that a grammar keeps to calls or to a form: it has calls if it begins with one."""
+
+    def __init__(self, form: CallFormat, names: Collection[str]) -> None:
+        self._opener = form.opener if form.start == _TEXT else None
+        self._calls = CallTextParser(replace(form, opener=None) if self._opener is None else form, names)
+        self._held: str | None = ""  # the beginning; None: it has told which
+        self._is_form = False
+
+    def push(self, text: str) -> list[ParserEvent]:
+        if self._held is not None and self._opener is not None:
+            self._held += text
+            if self._opener.startswith(self._held):
+                return []
+            text, self._held, self._is_form = self._held, None, not self._held.startswith(self._opener)
+        return self._calls.push(text) if not self._is_form else [TextDelta(text)] if text else []
+
+    def finish(self) -> list[ParserEvent]:
+        held, self._held = self._held, None
+        return [TextDelta(held)] if held else self._calls.finish()
 
 
 class ForcedCall:

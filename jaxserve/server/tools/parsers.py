@@ -18,6 +18,7 @@ from jaxserve.server.tools.call_formats import (
     LLAMA3_JSON,
     MISTRAL,
     CallFormat,
+    CallsOrForm,
     CallTextParser,
     ForcedCall,
 )
@@ -161,7 +162,7 @@ def make_answer_parser(
         toolset: the tools of the request. With `parallel=False` calls after the first are dropped.
         prompt: the text that the answer continues. A mark of reasoning at its end overrides the parser's default.
         begun: the content of the message that the answer continues; None if it begins a message of its own.
-        is_constrained: the request's own grammar constrains the answer.
+        is_constrained: the request's own grammar constrains an answer that does not begin with a call.
 
     Raises:
         ConfigError: there is no parser with that name.
@@ -179,9 +180,10 @@ def make_answer_parser(
         array = CallTextParser(replace(FORCED_ARRAY, make_id=make_id))
         tools = ForcedCall(toolset.named, make_id) if toolset.named is not None else array
         return AnswerParser(tools=tools, max_calls=max_calls, is_forced=True)
-    if is_constrained:
-        return AnswerParser()
     names = toolset.names if tool_parser is not None and toolset is not None and toolset.choice == "auto" else None
+    if is_constrained:
+        calls = CallsOrForm(form, names) if form is not None and names is not None else None
+        return AnswerParser(tools=calls, max_calls=max_calls)
     if tool_parser == _HARMONY_TOOLS or reasoning_parser == _HARMONY_REASONING:
         return AnswerParser(tools=HarmonyParser(names, in_message=begun is not None), max_calls=max_calls)
     reasoning, tools = None, None

@@ -81,7 +81,7 @@ class ToolSet:
             at = next(at for at, tool in enumerate(self.tools) if tool.name == self.named)
             schema, where = self.tools[at].arguments_schema, f"tools[{at}].function.parameters"
         else:
-            schema, where = self._make_array_schema(), "tools"
+            schema, where = self.make_array_schema("parameters"), "tools"
         try:
             # Weak models may generate blanks between JSON tokens endlessly.
             return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
@@ -89,7 +89,18 @@ class ToolSet:
             reason = str(error).removeprefix(f"{error.field}: ")
             raise InvalidRequestError(f"as the schema of a forced call: {reason}", field=where) from error
 
-    def _make_array_schema(self) -> dict[str, Any]:
+    def make_array_schema(self, arguments: str) -> dict[str, Any]:
+        """Returns the schema of an array of calls; the arguments are as in `make_call_schema`."""
+        call = self.make_call_schema(arguments)
+        schema = {"type": "array", "minItems": 1, "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
+        return schema if self.parallel else {**schema, "maxItems": 1}
+
+    def make_call_schema(self, arguments: str) -> dict[str, Any]:
+        """Returns the schema of one call, an object with `name` and `arguments`, which is that member's name.
+
+        Raises:
+            InvalidRequestError: a tool's schema has references that cannot be moved.
+        """
         definitions, calls = {}, []
         for at, tool in enumerate(self.tools):
             place = f"tool{at}"
@@ -99,13 +110,12 @@ class ToolSet:
             calls.append(
                 {
                     "type": "object",
-                    "properties": {"name": {"const": tool.name}, "parameters": {"$ref": f"#/$defs/{place}"}},
-                    "required": ["name", "parameters"],
+                    "properties": {"name": {"const": tool.name}, arguments: {"$ref": f"#/$defs/{place}"}},
+                    "required": ["name", arguments],
                     "additionalProperties": False,
                 }
             )
-        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
-        return schema if self.parallel else {**schema, "maxItems": 1}
+        return {"anyOf": calls, "$defs": definitions}
 
 
 def read_tools(

@@ -121,8 +121,31 @@ def test_a_continued_message_says_where_its_reasoning_ends(name: str) -> None:
 
 
 def test_a_grammar_of_the_request_leaves_no_room_for_marks() -> None:
-    parser = make_answer_parser("llama3_json", "deepseek_r1", tools(), is_constrained=True)
-    assert summarise(read(parser, [F])) == [F]
+    for given in (None, tools("none")):
+        parser = make_answer_parser("llama3_json", "deepseek_r1", given, is_constrained=True)
+        assert summarise(read(parser, [F])) == [F]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", HERMES_TEXT.removeprefix("Hm.\n"), CALLS),
+        ("hermes", HERMES_TEXT, [HERMES_TEXT]),
+        ("hermes", '{"a": "<tool_call>"}', ['{"a": "<tool_call>"}']),
+        ("hermes", "<tool", ["<tool"]),
+        ("llama3_json", f"{F}; {G}", CALLS),
+        ("llama3_json", '{"a": 1}', ['{"a": 1}']),
+        ("llama3_json", f"<|python_tag {F}", [f"<|python_tag {F}"]),
+        ("mistral", f"[TOOL_CALLS] [{F}, {G}]", CALLS),
+        ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', CALLS),
+        ("mistral", f"x[TOOL_CALLS] [{F}]", [f"x[TOOL_CALLS] [{F}]"]),
+        ("openai", F, [F]),
+    ],
+)
+def test_a_grammar_beside_tools_allows_calls_at_the_beginning(name: str, text: str, expected: list[Any]) -> None:
+    for parts in ([text], text):
+        parser = make_answer_parser(name, "qwen3", tools(), is_constrained=True)
+        assert summarise(read(parser, parts)) == expected
 
 
 def test_names() -> None:
