@@ -39,9 +39,11 @@ def name_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def rename_field(refusal: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Returns the same refusal with the body's name of the engine's field."""
+    """Returns the same refusal with the body's name of the engine's field, also where it says which fields conflict."""
     if refusal.param is not None:
-        refusal.param = _translate(refusal.param, names)
+        before, refusal.param = refusal.param, _translate(refusal.param, names)
+        if before == "structured_outputs":
+            refusal.message = refusal.message.replace(before, refusal.param)
     return refusal
 
 
