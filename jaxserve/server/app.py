@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from jaxserve import __version__
 from jaxserve.errors import JaxServeError
+from jaxserve.server.docs_page import write_page
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.gate import AccessLog, AdminGuard, Guard, HeadRequests
 from jaxserve.server.keys import Keys
@@ -56,7 +57,7 @@ def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
         version=__version__,
         description="An OpenAI-compatible server. Endpoints and fields are OpenAI's, with vLLM's further ones.",
         openapi_url="/openapi.json" if docs else None,
-        docs_url=None,  # FastAPI's pages load scripts from another origin
+        docs_url=None,  # `docs_page` has its own
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers=_HANDLERS,
@@ -65,6 +66,8 @@ def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
         app.include_router(module.router)
     _add_page(app)
     install_document(app, state.config.access, has_keys=has_keys)
+    if docs:
+        app.add_api_route("/docs", _show_docs, methods=["GET"], include_in_schema=False)
     return app
 
 
@@ -111,6 +114,10 @@ def _add_page(app: FastAPI) -> None:
             continue
         path = "/" if file.name == "index.html" else f"/playground/{file.name}"
         app.add_api_route(path, _make_page(file.read_bytes(), kind), methods=["GET"], include_in_schema=False)
+
+
+async def _show_docs(request: Request) -> Response:
+    return Response(write_page(request.app.openapi()), media_type="text/html", headers=_PAGE_HEADERS)
 
 
 def _make_page(content: bytes, kind: str) -> Any:

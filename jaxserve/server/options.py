@@ -152,7 +152,7 @@ class LogOptions:
     access_log: bool = option(True, "one line per request")
     metrics_prefix: str = option("jaxserve", "prefix of metric names; 'vllm' fits dashboards made for vLLM")
     otlp_traces_endpoint: str | None = option(None, "address to send OpenTelemetry spans to (OTLP over HTTP)")
-    disable_fastapi_docs: bool = option(False, "do not serve /openapi.json")
+    disable_fastapi_docs: bool = option(False, "do not serve /docs and /openapi.json")
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -94,8 +94,11 @@ class EventStream(Response):
         *,
         end: bytes = DONE,
         render_error: Callable[[ApiError], bytes] = render_error,
+        counts_leaving: bool = True,
     ) -> None:
+        """Sends nothing yet. `counts_leaving`: a client that leaves has aborted a request."""
         super().__init__(None, 200, _HEADERS)
+        self._counts_leaving = counts_leaving
         self._pieces, self._state, self._end, self._render_error = pieces, state, end, render_error
         self._watch: _StallWatch
         del self.headers["content-length"]
@@ -119,7 +122,7 @@ class EventStream(Response):
                 if context.drop_connection is not None:
                     context.drop_connection()
                     await leaving
-            elif not sending.done():
+            elif not sending.done() and self._counts_leaving:
                 self._state.metrics.count("client_disconnects")
         finally:
             watch.stop()

@@ -233,7 +233,18 @@ def test_probes_and_the_page_need_no_key(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/metrics", "/live", "/v1/models", "/openapi.json", "/health/", "//health", "/playground", "/Health", "/ping/x"],
+    [
+        "/metrics",
+        "/live",
+        "/v1/models",
+        "/openapi.json",
+        "/docs",
+        "/health/",
+        "//health",
+        "/playground",
+        "/Health",
+        "/ping/x",
+    ],
 )
 def test_everything_else_needs_one(path: str) -> None:
     assert ask(Guard(greet, make_state(), HASHES), path, "GET").status == 401

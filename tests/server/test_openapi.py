@@ -17,6 +17,7 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from jaxserve.server.app import make_api
+from jaxserve.server.docs_page import write_page
 from tests.examples import scale_examples
 from tests.server.asgi import make_state
 from tests.server.conftest import FEW_PROGRAMS
@@ -98,6 +99,30 @@ def test_the_document_says_which_operations_need_a_key(has_keys: bool, opens_met
     opened = {path for path in operations if path == "/ping" or path.startswith("/health")}
     opened |= {"/metrics"} if opens_metrics else set()
     assert open_paths == (opened if has_keys else set(operations))
+
+
+def test_the_document_is_a_page_too(server: RunningServer) -> None:
+    answer = httpx.get(f"{server.url}/docs")
+    assert answer.headers["content-type"].startswith("text/html") and "content-security-policy" in answer.headers
+    for method, path in OPERATIONS:
+        assert f"<h2>{method} {path}</h2>" in answer.text
+    row = "<tr><td><code>{}</code></td><td>{}</td><td>{}</td></tr>"
+    assert row.format("messages", "list of object", "required") in answer.text
+    assert row.format("parallel_tool_calls", "boolean | null", "") in answer.text
+    assert "<script" not in answer.text and httpx.head(f"{server.url}/docs").status_code == 200
+
+
+def test_text_of_the_document_stays_text_on_the_page() -> None:
+    info = {"title": "<b>", "description": "a & b"}
+    page = write_page({"info": info, "paths": {"/<i>": {"get": {"description": "<u>"}}}})
+    assert "&lt;b&gt;" in page and "a &amp; b" in page and "<h2>GET /&lt;i&gt;</h2>" in page and "<u>" not in page
+
+
+def test_a_flag_removes_the_document_and_its_page() -> None:
+    for is_off in (False, True):
+        app = make_api(make_state(disable_fastapi_docs=is_off))
+        paths = {getattr(route, "path", "") for route in app.routes}
+        assert ({"/docs", "/openapi.json"} <= paths) is not is_off and ("/docs" in paths) is not is_off
 
 
 def test_the_live_view_is_a_stream_that_can_be_left(server: RunningServer) -> None:

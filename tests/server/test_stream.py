@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from starlette.requests import Request
@@ -43,10 +44,10 @@ class Pieces:
             self.is_closed = True
 
 
-async def serve(pieces: Pieces, client: Client, state: ServerState) -> None:
+async def serve(pieces: Pieces, client: Client, state: ServerState, **options: Any) -> None:
     scope = make_scope("/")
     get_context(scope).drop_connection = client.left.set
-    await EventStream(pieces.stream, state)(scope, client.receive, client.send)
+    await EventStream(pieces.stream, state, **options)(scope, client.receive, client.send)
 
 
 def ready(state: ServerState) -> Client:
@@ -109,6 +110,17 @@ def test_a_client_that_leaves_closes_the_pieces() -> None:
         await serving
         assert pieces.is_closed and not client.answer.is_whole
         assert state.metrics.events["client_disconnects"] == 1 and state.metrics.events["slow_readers"] == 0
+
+    run(test)
+
+
+def test_a_viewer_that_leaves_is_no_aborted_request() -> None:
+    async def test() -> None:
+        state, pieces = make_state(), Pieces(b"data: 1\n\n", waits=True)
+        client = ready(state)
+        client.left.set()
+        await serve(pieces, client, state, counts_leaving=False)
+        assert pieces.is_closed and state.metrics.events["client_disconnects"] == 0
 
     run(test)
 

@@ -15,7 +15,7 @@ from jaxserve.server.live import stream_pictures
 from jaxserve.server.metrics.exposition import render
 from jaxserve.server.openapi import document
 from jaxserve.server.server_state import Phase, ServerState, get_state
-from jaxserve.server.stream import EventStream, run_while_connected
+from jaxserve.server.stream import EventStream
 
 _log = logging.getLogger(__name__)
 router = APIRouter()
@@ -106,4 +106,4 @@ async def get_metrics(http: Request) -> Response:
 async def watch_engine(http: Request) -> Response:
     """The engine's rows, pages and counters as events, four times a second. All viewers get the same."""
     state = get_state(http)
-    return EventStream(await run_while_connected(http, begin_reading(stream_pictures(state)), state), state)
+    return EventStream(await begin_reading(stream_pictures(state)), state, counts_leaving=False)
