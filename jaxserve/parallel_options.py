@@ -59,7 +59,7 @@ class ReplicaOptions:
     """Copies of the model on one host, each a server of its own."""
 
     data_parallel_size: int = option(
-        1, "servers to start, each with a copy of the model on devices of its own; vllm-router stands in front"
+        1, "servers to start, each with a copy of the model on devices of its own; nginx and vllm-router stand in front"
     )
     data_parallel_rank: int = option(0, "this server's number among its copies, as metrics' label engine")
 

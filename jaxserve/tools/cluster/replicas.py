@@ -1,19 +1,23 @@
-"""`jaxserve serve --data-parallel-size N`: a server for each copy of the model, and a router in front of them."""
+"""`jaxserve serve --data-parallel-size N`: a server for each copy of the model; nginx and a router in front of them."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxserve.config import EngineConfig, read_environment
 from jaxserve.errors import ConfigError
 from jaxserve.server.launch import read_server_keys
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.options import ServerConfig
+from jaxserve.server.sockets import open_port, raise_descriptor_limit
 from jaxserve.tools.cluster.device_share import share_devices
-from jaxserve.tools.cluster.router import has_router, make_router
+from jaxserve.tools.cluster.nginx import find_nginx, make_nginx, reach
+from jaxserve.tools.cluster.router import draw_address, has_router, make_router
 from jaxserve.tools.cluster.service import Service
 from jaxserve.tools.cluster.supervisor import Supervisor
 
@@ -28,40 +32,54 @@ def serve_replicas(argv: Sequence[str], engine: EngineConfig, config: ServerConf
         argv: the arguments of this `serve`. Each replica gets them, with its own address and number after them.
 
     Raises:
-        ConfigError: an option cannot be shared by several servers, or there are too few devices.
+        ConfigError: an option cannot be shared by several servers, there are too few devices, or nginx is missing.
     """
     refuse_with_replicas(engine, config)
     read_server_keys(config)  # its errors, before anything starts
     configure_logging(config.logs.log_level, json=config.logs.log_format == "json")
+    raise_descriptor_limit()  # of all that is started here
     count, listen = engine.replicas.data_parallel_size, config.listen
     shares = share_devices(count, engine.parallel.tensor_parallel_size, read_environment())
     routed = has_router()
-    if routed:
-        host, (*ports, metrics_port) = _LOCAL, find_free_ports(count + 1)
-    else:
-        host, ports = listen.host, [listen.port + rank for rank in range(count)]
-        metrics_port = 0
-    urls = [f"http://{_LOCAL if routed else _reach(host)}:{port}" for port in ports]
+    host = _LOCAL if routed else listen.host
+    ports = find_free_ports(count, host) if routed else [listen.port + rank for rank in range(count)]
+    places = [f"{reach(host)}:{port}" for port in ports]
     replicas = [
-        Service(str(rank), make_command(argv, rank, host, port), share, f"{url}/health/ready")
-        for rank, (port, share, url) in enumerate(zip(ports, shares, urls, strict=True))
+        Service(str(rank), make_command(argv, rank, host, port), share, f"http://{place}/health/ready")
+        for rank, (port, share, place) in enumerate(zip(ports, shares, places, strict=True))
     ]
-    front = None
-    if routed:
-        limits = config.limits
-        front = make_router(
-            listen.host, listen.port, urls, metrics_port=metrics_port, max_body_bytes=limits.max_body_bytes
-        )
-    else:
-        _log.warning(
-            "vllm-router is not installed (pip install '.[router]' in a checkout): clients choose a replica themselves"
-        )
+    with tempfile.TemporaryDirectory(prefix="jaxserve-nginx-") as folder:
+        fronts = _make_fronts(config, Path(folder), places) if routed else ()
+        if not routed:
+            _log.warning(
+                "vllm-router is not installed (pip install '.[router]' in a checkout): "
+                "clients choose a replica themselves"
+            )
 
-    def tell() -> None:
-        place = f"http://{_reach(listen.host)}:{listen.port}, in front of " if routed else ""
-        _log.info("%d replicas are ready: %s%s", count, place, ", ".join(urls))
+        def tell() -> None:
+            front = f"http://{reach(listen.host)}:{listen.port}, in front of " if routed else ""
+            _log.info("%d replicas are ready: %s%s", count, front, ", ".join(f"http://{place}" for place in places))
 
-    return Supervisor(replicas, front, on_ready=tell, show_names=config.logs.log_format != "json").run()
+        return Supervisor(replicas, fronts, on_ready=tell, show_names=config.logs.log_format != "json").run()
+
+
+def _make_fronts(config: ServerConfig, folder: Path, places: Sequence[str]) -> tuple[Service, Service]:
+    """Returns vllm-router, and nginx in front of it, which clients reach."""
+    program = find_nginx()
+    if program is None:
+        message = (
+            "vllm-router is installed, and nginx is not, which keeps clients from its control endpoints; install nginx "
+            "(a package of the system), or uninstall vllm-router: then clients choose a replica by its port"
+        )
+        raise ConfigError(message, field="data_parallel_size")
+    listen = config.listen
+    open_port(listen.host, listen.port, "port").close()  # its error, before a model is read
+    hidden = draw_address()
+    port, metrics_port = find_free_ports(2, hidden)
+    urls = [f"http://{place}" for place in places]
+    most = config.limits.max_body_bytes
+    router = make_router(hidden, port, urls, metrics_port=metrics_port, max_body_bytes=most)
+    return router, make_nginx(program, folder, config, router=f"{hidden}:{port}", copies=places)
 
 
 def refuse_with_replicas(engine: EngineConfig, config: ServerConfig) -> None:
@@ -76,17 +94,11 @@ def refuse_with_replicas(engine: EngineConfig, config: ServerConfig) -> None:
         ),
         ("uds", listen.uds, "several servers cannot listen on one path"),
         ("admin_port", listen.admin_port, "several servers cannot listen on one port"),
-        ("ssl_certfile", listen.ssl_certfile, "vllm-router speaks no TLS; put configs/deploy/nginx.conf in front"),
+        ("ssl_certfile", listen.ssl_certfile, "the router speaks no TLS; put a proxy in front"),
         ("record_steps", engine.observability.record_steps, "several engines cannot write one file"),
     ):
         if value is not None:
             raise ConfigError(f"{text}; {hint}", field=field, value=value)
-    if has_router() and not config.is_local:
-        message = (
-            "vllm-router has control endpoints without a key, by which a stranger could take over all requests; leave "
-            "it at 127.0.0.1, and put configs/deploy/nginx.conf in front for other machines"
-        )
-        raise ConfigError(message, field="host", value=listen.host)
     if listen.port == 0:
         raise ConfigError(f"the address of {count} replicas must be known; give a port", field="port", value=0)
     if not has_router() and listen.port + count - 1 > 65535:
@@ -100,18 +112,11 @@ def make_command(argv: Sequence[str], rank: int, host: str, port: int) -> tuple[
     return (sys.executable, "-m", "jaxserve", *argv, *flags)
 
 
-def find_free_ports(count: int) -> list[int]:
-    """Returns ports of the loopback address that nobody listens on."""
-    sockets = [socket.create_server((_LOCAL, 0)) for _ in range(count)]
+def find_free_ports(count: int, host: str = _LOCAL) -> list[int]:
+    """Returns ports of an address of this machine that nobody listens on."""
+    sockets = [socket.create_server((host, 0)) for _ in range(count)]
     try:
         return [each.getsockname()[1] for each in sockets]
     finally:
         for each in sockets:
             each.close()
-
-
-def _reach(host: str) -> str:
-    """Returns an address at which a server that listens on `host` can be reached from here."""
-    if host in ("0.0.0.0", "::", ""):
-        return _LOCAL
-    return f"[{host}]" if ":" in host else host

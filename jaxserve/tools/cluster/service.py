@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ class Service:
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)  # beside this process's
     ready_url: str | None = None  # answers with 200 once it is ready; None: as soon as it runs
+    end_signal: int = signal.SIGKILL  # ends it at once, and with it the processes that it has started
 
 
 class RunningService:
@@ -65,7 +67,7 @@ class RunningService:
     def start(self) -> None:
         """Starts the process, in a session of its own: a terminal's Ctrl-C reaches this process alone."""
         self._process = subprocess.Popen(
-            wrap(self.service.command),
+            wrap(self.service.command, self.service.end_signal),
             env=read_environment() | self.service.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

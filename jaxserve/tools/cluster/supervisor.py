@@ -12,32 +12,32 @@ from jaxserve.tools.cluster.service import RunningService, Service
 
 _log = logging.getLogger(__name__)
 _TURN = 0.1  # seconds between two looks
-_CLOSING_TIME = 10.0  # seconds for the process in front to end after those behind it
+_CLOSING_TIME = 10.0  # seconds for each process in front to end after those behind it
 
 
 class Supervisor:
     """Starts replicas, then what stands in front of them, and starts again what ends.
 
-    The first signal lets the replicas drain and then ends the front; the second ends all at once. A process that ends
+    The first signal lets the replicas drain and then ends the fronts; the second ends all at once. A process that ends
     before it was ever ready ends the group: it would fail again.
 
     Args:
         replicas: started together.
-        front: started once all replicas are ready; None: nothing.
-        on_ready: called then.
+        fronts: each started once all before it are ready, the last of them in front; ended the other way round.
+        on_ready: called once all are ready.
         show_names: write each process's name before its lines.
     """
 
     def __init__(
         self,
         replicas: Sequence[Service],
-        front: Service | None,
+        fronts: Sequence[Service],
         *,
         on_ready: Callable[[], None] = lambda: None,
         show_names: bool = True,
     ) -> None:
         self._replicas = [RunningService(each, show_name=show_names) for each in replicas]
-        self._front = None if front is None else RunningService(front, show_name=show_names)
+        self._fronts = [RunningService(each, show_name=show_names) for each in fronts]
         self._on_ready = on_ready
         self._was_ready = False
         self._signals = 0
@@ -68,31 +68,40 @@ class Supervisor:
 
     @property
     def _all(self) -> list[RunningService]:
-        return [*self._replicas, *([] if self._front is None else [self._front])]
+        return [*self._replicas, *self._fronts]
 
     def _keep_running(self) -> bool:
         """Returns True at a signal, and False when a process ended that was never ready."""
         while not self._signals:
-            for each in self._all:
-                status = each.note_end()
-                if status is not None and not each.was_ready:
-                    _log.critical("%s could not start (status %d), so all end", each.service.name, status)
+            for stage in (self._replicas, *([each] for each in self._fronts)):
+                if not all(self._tend(each) for each in stage):
                     return False
-                if each is not self._front or self._was_ready:
-                    each.look()
-            if not self._was_ready and all(each.was_ready for each in self._replicas):
-                self._was_ready = True
-                self._on_ready()
+                if not all(each.was_ready for each in stage):
+                    break
+            else:
+                if not self._was_ready:
+                    self._was_ready = True
+                    self._on_ready()
             time.sleep(_TURN)
+        return True
+
+    def _tend(self, each: RunningService) -> bool:
+        """Starts a process that is due; returns False if it ended and was never ready."""
+        status = each.note_end()
+        if status is not None and not each.was_ready:
+            _log.critical("%s could not start (status %d), so all end", each.service.name, status)
+            return False
+        each.look()
         return True
 
     def _drain(self) -> int:
         for each in self._replicas:
             each.send(signal.SIGTERM)
         statuses = [self._wait(each) for each in self._replicas]
-        if self._front is not None and self._front.is_running:
-            self._front.send(signal.SIGTERM)
-            self._front.wait(_CLOSING_TIME)
+        for each in reversed(self._fronts):
+            if each.is_running:
+                each.send(signal.SIGTERM)
+                each.wait(_CLOSING_TIME)
         return 0 if all(status in (0, None) for status in statuses) and self._signals == 1 else 2
 
     def _wait(self, each: RunningService) -> int | None:
@@ -103,5 +112,5 @@ class Supervisor:
     def _kill(self) -> None:
         for each in self._all:
             if each.is_running:
-                each.send(signal.SIGKILL)
+                each.send(each.service.end_signal)
                 each.wait(_CLOSING_TIME)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import ipaddress
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     class Recorder:
-        def __init__(self, replicas: list[Service], front: Service | None, **_: Any) -> None:
-            found.update(replicas=replicas, front=front)
+        def __init__(self, replicas: list[Service], fronts: Sequence[Service], **_: Any) -> None:
+            found.update(replicas=replicas, fronts=fronts)
+            for front in fronts[-1:]:
+                path = Path(front.command[-1])
+                found.update(configuration=path.read_text(), mode=path.stat().st_mode)
 
         def run(self) -> int:
             return 0
@@ -50,7 +55,7 @@ def test_each_replica_has_an_address_and_a_number_of_its_own(
 ) -> None:
     monkeypatch.setattr(room, "has_router", lambda: False)
     assert serve("--data-parallel-size", "3", port=9000) == 0
-    assert planned["front"] is None
+    assert planned["fronts"] == ()
     for rank, service in enumerate(planned["replicas"]):
         own = ["--data-parallel-size", "1", "--data-parallel-rank", str(rank), "--host", "127.0.0.1"]
         words = [*own, "--port", str(9000 + rank)]
@@ -58,43 +63,64 @@ def test_each_replica_has_an_address_and_a_number_of_its_own(
         assert service.ready_url == f"http://127.0.0.1:{9000 + rank}/health/ready" and service.name == str(rank)
 
 
-def test_behind_a_router_only_this_machine_reaches_them(
-    planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def routed(planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The same where vllm-router and nginx are installed."""
     monkeypatch.setattr(room, "has_router", lambda: True)
-    serve(host="localhost", port=9000, api_key=("a-secret-key",))
-    urls = [service.ready_url.removesuffix("/health/ready") for service in planned["replicas"]]
+    monkeypatch.setattr(room, "find_nginx", lambda: "/usr/sbin/nginx")
+    return planned
+
+
+def find_word(words: tuple[str, ...], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_clients_reach_nginx_alone(routed: dict[str, Any], host: str) -> None:
+    (port,) = room.find_free_ports(1)
+    serve(host=host, port=port, api_key=("a-secret-key",))
+    urls = [service.ready_url.removesuffix("/health/ready") for service in routed["replicas"]]
     assert len(set(urls)) == 3 and all(url.startswith("http://127.0.0.1:") for url in urls)
-    words = planned["front"].command
-    first = words.index("--worker-urls") + 1
-    assert list(words[first : first + 3]) == urls
-    assert words[words.index("--host") + 1] == "localhost" and words[words.index("--port") + 1] == "9000"
-    assert planned["front"].ready_url == "http://localhost:9000/health"
-    assert "a-secret-key" not in " ".join(words)
+    router, nginx = routed["fronts"]
+    first = router.command.index("--worker-urls") + 1
+    assert list(router.command[first : first + 3]) == urls
+    assert find_word(router.command, "--port") != str(port)
+    assert nginx.ready_url == f"http://127.0.0.1:{port}/health/live"
+    assert f"listen {host}:{port};" in routed["configuration"]
+    assert f"server {router.ready_url.removeprefix('http://').removesuffix('/health')};" in routed["configuration"]
+    assert "a-secret-key" not in " ".join((*nginx.command, *router.command, routed["configuration"]))
 
 
-def test_nginx_takes_the_bodies_that_the_servers_take() -> None:
-    text = Path(__file__).parents[3].joinpath("configs", "deploy", "nginx.conf").read_text()
-    (megabytes,) = re.findall(r"client_max_body_size (\d+)m;", text)
-    assert int(megabytes) * 2**20 == ServerConfig().limits.max_body_bytes
+def test_the_router_is_where_no_page_finds_it(routed: dict[str, Any]) -> None:
+    hosts = set()
+    for _ in range(2):
+        serve(port=room.find_free_ports(1)[0])
+        words = routed["fronts"][0].command
+        hosts.add(find_word(words, "--host"))
+        assert find_word(words, "--prometheus-host") == find_word(words, "--host")
+        assert find_word(words, "--cors-allowed-origins").endswith(".invalid"), "not the default, which is every origin"
+    assert len(hosts) == 2 and all(ipaddress.ip_address(host).is_loopback for host in hosts)
+    assert routed["mode"] & 0o077 == 0, "others cannot read its address"
+
+
+def test_a_router_needs_nginx(routed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "find_nginx", lambda: None)
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(ConfigError, match=r"^data_parallel_size: .*install nginx"):
+            serve(host=host, port=room.find_free_ports(1)[0], api_key=("a-secret-key",))
+    assert not routed
+
+
+def test_a_taken_port_is_an_error_before_a_model_is_read(routed: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"^port: "):
+        serve(port=taken.getsockname()[1])
+    assert not routed
 
 
 def test_a_public_address_needs_a_key_here_too(planned: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="needs an API key"):
         serve(host="0.0.0.0", port=9000)
     assert not planned
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_a_router_is_for_this_machine_alone(
-    planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
-    monkeypatch.setattr(room, "has_router", lambda: True)
-    with pytest.raises(ConfigError, match=r"^host: .*nginx\.conf"):
-        serve(host=host, port=9000, api_key=("a-secret-key",))
-    assert not planned
-    monkeypatch.setattr(room, "has_router", lambda: False)  # each copy then checks keys itself
-    assert serve(host=host, port=9000, api_key=("a-secret-key",)) == 0
 
 
 @pytest.mark.parametrize(
@@ -126,9 +152,9 @@ def test_the_number_is_the_label_of_metrics() -> None:
 
 
 def test_the_router_asks_each_second_and_lets_answers_take_long() -> None:
-    service = make_router("::1", 80, ["http://127.0.0.1:1"], metrics_port=2, max_body_bytes=5)
+    service = make_router("127.9.9.9", 80, ["http://127.0.0.1:1"], metrics_port=2, max_body_bytes=5)
     words = list(service.command)
     assert words[words.index("--health-check-interval-secs") + 1] == "1"
     assert words[words.index("--max-payload-size") + 1] == "5"
     assert int(words[words.index("--request-timeout-secs") + 1]) > 3600
-    assert service.ready_url == "http://[::1]:80/health"
+    assert service.ready_url == "http://127.9.9.9:80/health"

@@ -1,9 +1,12 @@
-"""Two servers behind vllm-router, as `jaxserve serve --data-parallel-size 2` starts them; for `make test-cluster`."""
+"""Two servers behind nginx and vllm-router, as `serve --data-parallel-size 2` starts them; for `make test-cluster`."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,16 +14,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
 import pytest
 
+from jaxserve.tools.cluster.nginx import find_nginx
 from tests.nodes.hosts import FLAGS, ROOT, find_ports
 from tests.programs import PROGRAMS
 from tests.tools.cluster.clients import stream_sum
+from tests.tools.cluster.test_nginx import CONTROL, DISGUISED, METHODS, Stand
 
 pytest.importorskip("vllm_router", reason="needs the extra router")
+pytestmark = pytest.mark.skipif(find_nginx() is None, reason="needs nginx")
 KEY = "a-key-of-this-test"
 SECONDS = 180.0
 
@@ -101,6 +108,43 @@ def test_openai_clients_see_one_server(pair: Pair) -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
     assert '"age"' in ask(pair, "name: Ada, age: 36", response_format=form, max_tokens=60)
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_nobody_adds_a_server_through_the_open_port(pair: Pair, key: str | None) -> None:
+    """Asks for every route of vllm-router but the four of clients: by `/add_worker` a stranger got all requests."""
+    stranger = Stand("127.0.0.1", checks_keys=False)
+    head = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    body = json.dumps({"url": f"http://{stranger.place}"}).encode()
+    for path in (*CONTROL, *DISGUISED):
+        for method in METHODS:
+            here = path.replace("192.0.2.1", stranger.place)
+            ask_raw(pair, method, here, head, b"" if method in ("GET", "HEAD", "OPTIONS") else body)
+    for _, url in pair.find_servers():
+        for path in (f"/remove_worker?url={url}", f"/workers/{quote(url, safe='')}"):
+            for method in ("POST", "DELETE"):
+                assert ask_raw(pair, method, path, head, b"") >= 400
+    assert [ask(pair, f"What is {index} + 45?", max_tokens=4) for index in range(8)]
+    assert stranger.seen == []
+    stranger.shutdown()
+
+
+def ask_raw(pair: Pair, method: str, path: str, head: dict[str, str], body: bytes) -> int:
+    """Sends a path as it is; returns the status."""
+    connection = http.client.HTTPConnection("127.0.0.1", pair.port, timeout=30)
+    connection.putrequest(method, path)
+    for name, value in (head | ({"content-length": str(len(body))} if body else {})).items():
+        connection.putheader(name, value)
+    connection.endheaders(body)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_no_stranger_holds_memory_with_a_body(pair: Pair) -> None:
+    with socket.create_connection(("127.0.0.1", pair.port), 30) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n")
+        assert client.recv(2**16).startswith(b"HTTP/1.1 401 ")
 
 
 def test_errors_pass_through(pair: Pair) -> None:
