@@ -10,15 +10,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from jaxserve.errors import ClusterError, ConfigError
+from jaxserve.features.multinode.places import Places
 from jaxserve.features.multinode.wire import Link, greet_follower, refuse
 from jaxserve.parallel_options import HostOptions
 
 _log = logging.getLogger(__name__)
 GREETING_SECONDS = 5.0  # for a stranger to prove itself
-_UNPROVEN = 16  # strangers at once
+_UNPROVEN, _SHARE = 64, 4  # strangers at once, and those of one address
+_PAUSE_SECONDS = 0.05  # after a connection that could not be taken
 _LOOKUP_SECONDS = 0.5  # between two looks for a name
 
 
@@ -31,12 +32,11 @@ def admit(options: HostOptions, token: str | None) -> list[Link]:
             the rank of another; those that came are told.
     """
     listener = _listen(options)
+    admission = _Admission(listener, options, token)
     try:
-        return _Admission(listener, options, token).run()
+        return admission.run()
     finally:
-        with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # a thread waits in `accept`, which closing alone does not end
-        listener.close()
+        admission.close()
 
 
 class _Admission:
@@ -44,7 +44,8 @@ class _Admission:
 
     def __init__(self, listener: socket.socket, options: HostOptions, token: str | None) -> None:
         self._listener, self._options, self._token = listener, options, token
-        self._room = threading.Semaphore(_UNPROVEN)
+        self._places = Places(_UNPROVEN, _SHARE)
+        self._is_closed = threading.Event()
         self._done: queue.SimpleQueue[Link | ClusterError] = queue.SimpleQueue()
 
     def run(self) -> list[Link]:
@@ -78,30 +79,46 @@ class _Admission:
             link.close()
         return error
 
+    def close(self) -> None:
+        """Takes no further connections."""
+        self._is_closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # a thread waits in `accept`, which closing alone does not end
+        self._listener.close()
+
     def _accept(self) -> None:
-        while True:
-            self._room.acquire()
+        while not self._is_closed.is_set():
             try:
                 connection, address = self._listener.accept()
-            except OSError:  # closed: everybody is here
-                return
-            threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+            except OSError as error:  # closed; or this one left, or too many files are open
+                if not self._is_closed.wait(_PAUSE_SECONDS):
+                    _log.warning("a connection cannot be taken: %s", error)
+                continue
+            if self._places.take(address[0]):
+                threading.Thread(target=self._greet, args=(connection, address[0]), daemon=True).start()
+            else:  # a host tries again
+                connection.close()
 
-    def _greet(self, connection: socket.socket, address: Any) -> None:
-        assert self._options.nnodes is not None
-        connection.settimeout(GREETING_SECONDS)
-        link = Link(connection)
+    def _greet(self, connection: socket.socket, address: str) -> None:
         try:
+            self._let_in(connection, address)
+        finally:
+            self._places.leave(address)
+
+    def _let_in(self, connection: socket.socket, address: str) -> None:
+        assert self._options.nnodes is not None
+        try:
+            link = Link(connection)
+            link.set_deadline(GREETING_SECONDS)
             link.peer = greet_follower(link, self._token, self._options.nnodes)
+            link.set_timeout(GREETING_SECONDS)  # it may wait long for the others, and then be told that it is refused
             self._done.put(link)
         except (OSError, ClusterError) as error:
-            link.close()
+            connection.close()
             if isinstance(error, ClusterError) and error.field not in ("token", "frame"):
                 self._done.put(error)
             else:
-                _log.warning("a connection from %s is closed: %s", address[0], error)
-        finally:
-            self._room.release()
+                _log.warning("a connection from %s is closed: %s", address, error)
 
 
 def require_token(options: HostOptions, token: str | None) -> None:
@@ -133,7 +150,27 @@ def _listen(options: HostOptions) -> socket.socket:
     except OSError as error:
         message = f"rank 0 cannot listen on {place[0]}:{place[1]} ({error.strerror or error})"
         raise ConfigError(message, field="master_addr", value=options.master_addr) from error
+    try:
+        _require_free(family, options)
+    except ConfigError:
+        listener.close()
+        raise
     return listener
+
+
+def _require_free(family: socket.AddressFamily, options: HostOptions) -> None:
+    """Raises ConfigError if JAX's coordinator could not listen: JAX would end all processes without a word."""
+    port = options.master_port + 1
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((options.master_addr, port))
+    except OSError as error:
+        message = (
+            f"JAX's coordinator cannot listen on the next port, {options.master_addr}:{port} "
+            f"({error.strerror or error}); give another port here, or to what listens there (--port)"
+        )
+        raise ConfigError(message, field="master_port", value=options.master_port) from error
 
 
 def _resolve(options: HostOptions) -> socket.AddressFamily:

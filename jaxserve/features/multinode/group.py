@@ -239,6 +239,7 @@ class FollowerGroup(_Members):
             try:
                 connection = socket.create_connection((options.master_addr, options.master_port), GREETING_SECONDS)
                 link = Link(connection, peer=0)
+                link.set_deadline(GREETING_SECONDS)
                 greet_leader(link, token, options.node_rank, options.nnodes)
                 return cls(options, [link], on_loss)
             except OSError as error:  # it does not listen yet, has no room for one more stranger, or no name

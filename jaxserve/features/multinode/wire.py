@@ -13,11 +13,12 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.core.runtime.plan_codec import encode_object
-from jaxserve.errors import ClusterError
+from jaxserve.errors import ClusterError, shorten
 
 MAX_FRAME = 64 * 2**20  # bytes
 _MAX_GREETING = 4096  # bytes of a frame of somebody who has proved nothing
@@ -40,10 +41,16 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.peer = peer
         self._connection, self._lock = connection, threading.Lock()
+        self._deadline: float | None = None  # time.monotonic
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Bounds every later wait for the peer; a wait that is longer raises TimeoutError."""
+        """Bounds every later wait for the peer, and no more their sum; a wait that is longer raises TimeoutError."""
+        self._deadline = None
         self._connection.settimeout(seconds)
+
+    def set_deadline(self, seconds: float) -> None:
+        """Bounds all that is sent and received from now on, together; TimeoutError when they have passed."""
+        self._deadline = time.monotonic() + seconds
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends an object; OSError if the connection is lost."""
@@ -52,6 +59,7 @@ class Link:
     def send_frame(self, frame: bytes) -> None:
         """Sends what `pack` returned."""
         with self._lock:
+            self._use_time_left()
             self._connection.sendall(frame)
 
     def send_last(self, frame: bytes, seconds: float) -> None:
@@ -104,12 +112,21 @@ class Link:
     def _read(self, size: int) -> bytes | None:
         parts, left = [], size
         while left:
+            self._use_time_left()
             part = self._connection.recv(min(left, 2**20))
             if not part:
                 return None
             parts.append(part)
             left -= len(part)
         return b"".join(parts)
+
+    def _use_time_left(self) -> None:
+        if self._deadline is None:
+            return
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it took too long")
+        self._connection.settimeout(left)
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
@@ -138,7 +155,7 @@ def greet_follower(link: Link, token: str | None, size: int) -> int:
     facts = nonce, theirs, rank, nnodes
     if not _is_proof(greeting.get("proof"), token, "follower", facts):
         refuse(link, ClusterError("is another one at rank 0", field="JAXSERVE_CLUSTER_TOKEN"))
-        raise ClusterError(f"a host that calls itself rank {rank} has another token", field="token")
+        raise ClusterError(f"a host that calls itself rank {shorten(rank)} has another token", field="token")
     if nnodes != size:
         message = f"is {size} at rank 0 and {nnodes} at rank {rank}; give all hosts the same"
         raise refuse(link, ClusterError(message, field="nnodes", value=nnodes))
@@ -154,9 +171,12 @@ def greet_leader(link: Link, token: str | None, rank: int, size: int) -> None:
 
     Raises:
         ClusterError: it has another token, or refuses this host.
-        OSError: the connection was lost, or too slow.
+        OSError: the connection was lost, or too slow, or rank 0 has no place for one more; it may be tried again.
     """
-    nonce = (link.receive(_MAX_GREETING) or {}).get("nonce")
+    greeting = link.receive(_MAX_GREETING)
+    if greeting is None:
+        raise ConnectionError("it has no place for another host at the moment")
+    nonce = greeting.get("nonce")
     if not isinstance(nonce, str):
         raise ClusterError("who answers there is not rank 0 of an engine", field="master_addr")
     ours = os.urandom(_NONCE).hex()
@@ -187,4 +207,9 @@ def _prove(token: str | None, part: str, facts: tuple[Any, ...]) -> str:
 
 
 def _is_proof(proof: Any, token: str | None, part: str, facts: tuple[Any, ...]) -> bool:
-    return isinstance(proof, str) and hmac.compare_digest(proof.encode(), _prove(token, part, facts).encode())
+    # Half of a surrogate pair, which JSON can hold, is no text; `compare_digest` takes strings only of ASCII.
+    return (
+        isinstance(proof, str)
+        and proof.isascii()
+        and hmac.compare_digest(proof.encode(), _prove(token, part, facts).encode())
+    )

@@ -26,7 +26,7 @@ from jaxserve.features.multinode.leader import Followers
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from tests.fake_device import FakeFuture
-from tests.features.multinode.test_group import Losses, join
+from tests.features.multinode.groups import Losses, join
 from tests.features.recording.test_recording import GROUPS, LIMITS, PAGE_SIZE, VOCAB, draw_requests, make_device
 
 
