@@ -37,7 +37,7 @@ class HostOptions:
     master_port: int = option(29501, "port of rank 0 for the calls of steps; the next one is JAX's")
     headless: bool = option(False, "answer no requests: run the steps of rank 0; implied above rank 0")
     health_port: int | None = option(
-        None, "port on which a host above rank 0 answers /health/live and /metrics; default: none"
+        None, "port of --host on which a host above rank 0 answers /health/live and /metrics; default: none"
     )
     init_timeout: float = option(300.0, "seconds to wait at the start for all hosts")
     step_timeout: float = option(60.0, "seconds that another host may leave a step unanswered before all hosts end")

@@ -105,6 +105,7 @@ def test_leader_worker_set_is_one_engine(name: str) -> None:
     assert args.tensor_parallel_size == count * group["size"]
     assert following.model == args.model and following.init_timeout == args.init_timeout
     assert {port["containerPort"] for port in other["ports"]} == {following.health_port}
+    assert following.host == "0.0.0.0", "probes come from another address"
     ports = [port["containerPort"] for port in first["ports"][1:]]
     assert ports == [HostOptions().master_port, HostOptions().master_port + 1]
     assert worker["terminationGracePeriodSeconds"] >= leader["terminationGracePeriodSeconds"]

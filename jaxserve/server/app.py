@@ -80,7 +80,7 @@ def make_admin_api(state: ServerState) -> FastAPI:
     """Returns the routes of the admin port: profiling, health and metrics."""
     app = ServerApp(state, title="jaxserve admin", openapi_url=None, exception_handlers=_HANDLERS)
     app.include_router(admin.make_router())
-    app.include_router(health.router)
+    app.include_router(health.probes)
     return app
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import prometheus_client
 
@@ -20,13 +22,17 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.follower import run_follower
 from jaxserve.engine.progress import choose_progress
 from jaxserve.errors import ConfigError, JaxServeError
+from jaxserve.features.multinode.places import Places
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.options import ServerConfig
+from jaxserve.server.sockets import raise_descriptor_limit
 
 if TYPE_CHECKING:
     from jaxserve.features.multinode.follower import Follower
 
 _log = logging.getLogger(__name__)
+_CONNECTIONS, _SHARE = 32, 8  # connections at once, and those of one address
+_REQUEST_SECONDS = 10.0
 
 
 class FollowerHealth:
@@ -47,12 +53,12 @@ class FollowerHealth:
     def _read(self, read: Callable[[Follower], float]) -> float:
         return 0.0 if self.follower is None else float(read(self.follower))
 
-    def listen(self, port: int) -> None:
-        """Answers GET /health/live, /health/ready and /metrics on every address; ConfigError if the port is taken."""
+    def listen(self, host: str, port: int) -> None:
+        """Answers GET /health/live, /health/ready and /metrics on an address; ConfigError if it cannot be had."""
         try:
-            server = http.server.ThreadingHTTPServer(("", port), functools.partial(_Page, self))
+            server = _HealthServer(host, port, functools.partial(_Page, self))
         except OSError as error:
-            message = f"cannot listen on port {port}: {error.strerror}"
+            message = f"cannot listen on {host}:{port}: {error.strerror or error}"
             raise ConfigError(message, field="health_port", value=port) from error
         threading.Thread(target=server.serve_forever, name="jaxserve-health", daemon=True).start()
 
@@ -61,8 +67,48 @@ def _count_idle(follower: Follower) -> float:
     return 0.0 if follower.last_call is None else time.monotonic() - follower.last_call
 
 
+class _HealthServer(http.server.ThreadingHTTPServer):
+    """Bounds what strangers can hold: connections, those of one address, and the time of each."""
+
+    def __init__(self, host: str, port: int, page: Callable[..., _Page]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._places = Places(_CONNECTIONS, _SHARE)
+        super().__init__((host, port), page)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers on a thread of its own, if there is a place."""
+        if not self._places.take(client_address[0]):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._places.leave(client_address[0])
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers, and ends the connection when its time is over."""
+        ending = threading.Timer(_REQUEST_SECONDS, _cut, (request,))
+        ending.daemon = True
+        try:
+            ending.start()
+            super().process_request_thread(request, client_address)
+        finally:
+            ending.cancel()
+            self._places.leave(client_address[0])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Logs that a connection was lost, or failed otherwise."""
+        _log.debug("a request from %s failed", client_address[0], exc_info=True)
+
+
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Page(http.server.BaseHTTPRequestHandler):
-    timeout = 10.0  # seconds for a request
+    timeout = _REQUEST_SECONDS  # of one wait; `_HealthServer` bounds the whole
 
     def __init__(self, health: FollowerHealth, *arguments: object) -> None:
         self._health = health
@@ -100,7 +146,8 @@ def serve_headless(engine: EngineConfig, config: ServerConfig) -> NoReturn:
     configure_logging(config.logs.log_level, json=config.logs.log_format == "json")
     hosts, health = engine.hosts, FollowerHealth()
     if hosts.health_port is not None:
-        health.listen(hosts.health_port)
+        raise_descriptor_limit()
+        health.listen(config.listen.host, hosts.health_port)
     patience = _Patience()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, patience.take)

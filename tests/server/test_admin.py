@@ -102,4 +102,7 @@ def test_profiles_are_taken_on_the_admin_port_only(narrow: RunningServer, admin_
     assert httpx.post(f"{url}/stop_profile", timeout=60).json() == {"directory": folder}
     assert list(Path(folder).rglob("*.xplane.pb"))
     assert httpx.get(f"{url}/health").json() == {"status": "ready"}
+    assert httpx.get(f"{url}/metrics").status_code == 200
+    for path in ("/live", "/version"):  # they need a key where the server has one, and this port has none
+        assert httpx.get(f"{url}{path}").status_code == 404
     assert narrow.metric("jaxserve:compiles_total") == 0

@@ -19,6 +19,7 @@ from jaxserve.server.stream import EventStream
 
 _log = logging.getLogger(__name__)
 router = APIRouter()
+probes = APIRouter()  # health and metrics, which the admin port has, too
 _NOT_READY = {"503": "The server is starting, warming, draining or has failed; /health says which."}
 _NO_TOKEN = {"503": "The server accepts no requests, or no token came in time."}
 
@@ -41,15 +42,15 @@ def _is_ready(state: ServerState) -> bool:
     return state.phase is Phase.READY and not state.is_stuck
 
 
-@router.get("/health", **document(None, refusals=("403",), states=_NOT_READY))
-@router.get("/health/ready", **document(None, refusals=("403",), states=_NOT_READY))
+@probes.get("/health", **document(None, refusals=("403",), states=_NOT_READY))
+@probes.get("/health/ready", **document(None, refusals=("403",), states=_NOT_READY))
 async def get_health(http: Request) -> JSONResponse:
     """200 when requests are accepted and every program is compiled."""
     state = get_state(http)
     return JSONResponse(describe_health(state), 200 if _is_ready(state) else 503)
 
 
-@router.get("/health/live", **document(None, refusals=("403",), states={"503": "A restart would help."}))
+@probes.get("/health/live", **document(None, refusals=("403",), states={"503": "A restart would help."}))
 async def get_liveness(http: Request) -> JSONResponse:
     """503 when a restart would help: the engine has failed, or its device is stuck."""
     state = get_state(http)
@@ -57,7 +58,7 @@ async def get_liveness(http: Request) -> JSONResponse:
     return JSONResponse(describe_health(state), 200 if is_alive else 503)
 
 
-@router.get("/health/generate", **document(None, refusals=("403",), states=_NO_TOKEN))
+@probes.get("/health/generate", **document(None, refusals=("403",), states=_NO_TOKEN))
 async def get_generation(http: Request) -> JSONResponse:
     """200 when the engine has just made a token. All requests within a second get the same answer."""
     state = get_state(http)
@@ -78,7 +79,7 @@ async def _find_failure(state: ServerState) -> str | None:
     return None
 
 
-@router.get("/ping", response_class=Response, **document(None, refusals=("403",), states=_NOT_READY))
+@probes.get("/ping", response_class=Response, **document(None, refusals=("403",), states=_NOT_READY))
 async def ping(http: Request) -> Response:
     """The shortest health check, as SageMaker calls it."""
     state = get_state(http)
@@ -93,7 +94,7 @@ async def get_version() -> dict[str, str]:
     return {"version": __version__, "jax": jax.__version__}
 
 
-@router.get("/metrics", response_class=PlainTextResponse, **document(None, refusals=("401", "403")))
+@probes.get("/metrics", response_class=PlainTextResponse, **document(None, refusals=("401", "403")))
 async def get_metrics(http: Request) -> Response:
     """All metrics, for Prometheus."""
     state = get_state(http)
@@ -107,3 +108,6 @@ async def watch_engine(http: Request) -> Response:
     """The engine's rows, pages and counters as events, four times a second. All viewers get the same."""
     state = get_state(http)
     return EventStream(await begin_reading(stream_pictures(state)), state, counts_leaving=False)
+
+
+router.include_router(probes)
