@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message
 
 from jaxserve.config import EngineConfig, read_api_keys
 from jaxserve.errors import JaxServeError
@@ -25,7 +25,8 @@ from jaxserve.server.launch import make_state, start_engine
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.options import LimitOptions, ServerConfig
 from jaxserve.server.server_state import Phase
-from jaxserve.tools.cluster.asgi_bridge import ForwardedRequest, find_prompt, run_asgi
+from jaxserve.tools.cluster.asgi_bridge import ForwardedRequest, run_asgi
+from jaxserve.tools.cluster.forwarding import ForwardingApp
 from jaxserve.tools.cluster.ray_options import ReplicaSetOptions, read_arguments
 from jaxserve.tools.cluster.ray_scaling import MOST_SECONDS
 
@@ -33,7 +34,6 @@ from jaxserve.tools.cluster.ray_scaling import MOST_SECONDS
 _ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:PrefixCacheAffinityRouter"
 _DRAIN_SECONDS = 5.0  # between Ray's looks at the requests of a replica that ends
 _LOOK_BACK_SECONDS = 5.0  # over which statistics are averaged
-_SCOPE_FIELDS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
 
 
 class Replica:
@@ -92,70 +92,12 @@ class Replica:
 class Ingress:
     """Sends each request to the replica that Ray's router chooses by its prompt."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
-        self._replicas = replicas.options(method_name="forward", stream=True)
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        self._app = ForwardingApp(replicas.options(method_name="forward", stream=True), max_body_bytes)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Returns the application."""
-        return ForwardingApp(self._replicas)
-
-
-class ForwardingApp:
-    """An application whose answers come from a replica."""
-
-    def __init__(self, replicas: DeploymentHandle) -> None:
-        self._replicas = replicas
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request; a client that leaves cancels its replica's work."""
-        if scope["type"] == "lifespan":
-            await _live(receive, send)
-            return
-        body = await _read_body(receive)
-        answer = self._replicas.remote(_forward(scope, body))
-        sending = asyncio.ensure_future(_pass_on(answer, send))
-        leaving = asyncio.ensure_future(_wait_for_leave(receive))
-        try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                answer.cancel()
-            else:
-                sending.result()
-        finally:
-            sending.cancel()
-            leaving.cancel()
-
-
-async def _live(receive: Receive, send: Send) -> None:
-    while (kind := (await receive())["type"]) != "lifespan.shutdown":
-        await send({"type": f"{kind}.complete"})
-    await send({"type": "lifespan.shutdown.complete"})
-
-
-async def _read_body(receive: Receive) -> bytes:
-    parts, more = [], True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-async def _wait_for_leave(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _pass_on(answer: Any, send: Send) -> None:
-    async for message in answer:
-        await send(message)
-
-
-def _forward(scope: Scope, body: bytes) -> ForwardedRequest:
-    kept = {name: scope[name] for name in _SCOPE_FIELDS if name in scope}
-    kept["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-    kept["client"] = scope.get("client")
-    return ForwardedRequest(kept, body, find_prompt(body) or scope["path"])
+        return self._app
 
 
 def build(arguments: dict[str, Any]) -> Application:
@@ -176,7 +118,7 @@ def build(arguments: dict[str, Any]) -> Application:
     ingress = serve.deployment(
         serve.ingress()(Ingress), name="ingress", max_ongoing_requests=LimitOptions().max_connections
     )
-    return ingress.bind(replicas)
+    return ingress.bind(replicas, ServerConfig.from_options(**serving).limits.max_body_bytes)
 
 
 def _choose_count(scaling: ReplicaSetOptions) -> dict[str, Any]:
