@@ -18,11 +18,14 @@ import time
 from dataclasses import dataclass, field
 
 import httpx
-from attacks import ATTACKS, SHUTDOWN_SECONDS, Attack, Notes, SkippedError
+from attacks import ATTACKS as SERVER_ATTACKS
+from attacks import SHUTDOWN_SECONDS, Attack, Notes, SkippedError
+from attacks_cluster import CLUSTER_ATTACKS
 from rich.console import Console
 from rich.table import Table
 from soak_server import Server
 
+ATTACKS = {**SERVER_ATTACKS, **CLUSTER_ATTACKS}
 HOLD_SECONDS = 6.0
 MOST_SECONDS = 2.0  # for the greedy probe, and for SIGTERM beyond --shutdown-timeout
 PROBE_LIMIT, PROBE_INTERVAL = 10.0, 0.2
