@@ -141,6 +141,16 @@ def ask_raw(pair: Pair, method: str, path: str, head: dict[str, str], body: byte
     return status
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_long_bodies_get_through_in_every_form(pair: Pair, path: str) -> None:
+    body = json.dumps({"prompt": "a " * 300_000}).encode()
+    head = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    for content in (body, iter([body[:70_000], body[70_000:]])):
+        answer = httpx.post(f"http://127.0.0.1:{pair.port}{path}", content=content, headers=head, timeout=60)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "context_length_exceeded", "all of it was read"
+
+
 def test_no_stranger_holds_memory_with_a_body(pair: Pair) -> None:
     with socket.create_connection(("127.0.0.1", pair.port), 30) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n")
