@@ -95,7 +95,7 @@ class AccessLog:
         finally:
             seconds = time.monotonic() - started
             route = getattr(scope.get("route"), "path", None)
-            status = _GONE if gone else status or 500
+            status = _GONE if gone or context.has_left else status or 500
             self._state.metrics.observe_http(route, scope["method"], status, seconds)
             if self._state.config.logs.access_log:
                 log_access(label or request_id, scope, status, seconds)

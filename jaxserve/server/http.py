@@ -29,18 +29,31 @@ _PING_INTERVAL = 0.25  # seconds between checks whether a half-closed client sti
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
+class _PipelinedError(Exception):
+    """A request begins behind an answer that the client cannot have read. Clients of today send none."""
+
+
 class LimitedHttp(HttpToolsProtocol):
-    """uvicorn's connection with limits on the size of a head and on the time of a silent client."""
+    """uvicorn's connection with limits on the size of a head and on the time of a silent client.
+
+    It answers one request at a time. A request that begins before the last answer has been read is dropped, and the
+    connection closes behind that answer. So nobody can queue answers, and `cycle` is always the request being answered.
+    """
 
     limiter: ConnectionLimiter  # `make_protocol` sets all four
     max_head_bytes = 16 * 2**10
     head_timeout = 60.0  # seconds; also for the rest of a body that was refused
-    reading_timeout = 60.0  # seconds; for answers that are complete
+    reading_timeout = 60.0  # seconds without a byte read of an answer that waits for the client
 
     @property
     def is_unread(self) -> bool:
         """Whether the client has not yet read all of an answer."""
         return self.transport.get_write_buffer_size() > 0
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a whole request has come and its answer is not complete."""
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def drop(self) -> None:
         """Closes without waiting for the client."""
@@ -53,6 +66,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._head_bytes, self._head_tail = 0, b""
         self._held = b""
         self._in_head = True
+        self._takes_more = True  # False: what comes is dropped, and the connection closes behind the answer
         self._timer: asyncio.TimerHandle | None = None
         self._start_timer()
         self._num_unread = 0
@@ -66,10 +80,14 @@ class LimitedHttp(HttpToolsProtocol):
         if self._ping_timer is not None:
             self._ping_timer.cancel()
         self._reader_timer.cancel()
+        if self.cycle is not None and not self.cycle.response_complete:
+            get_context(self.cycle.scope).has_left = True
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
+        if not self._takes_more:
+            return
+        if self._in_head and not self._is_answering:
             self._start_timer()  # also for blank lines between requests, which begin none
             self._head_bytes += len(data)
             if self._head_bytes > self.max_head_bytes and not self._ends_head(data):
@@ -81,8 +99,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Called when the client sends no more. If its request is complete it still gets the answer."""
-        is_waiting = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
-        if not is_waiting or self.scheme == "https" or self.scope["http_version"] == "1.0":
+        if not self._is_answering or self.scheme == "https" or self.scope["http_version"] == "1.0":
             return False
         self.cycle.keep_alive = False
         if self._ping_timer is None:
@@ -90,8 +107,9 @@ class LimitedHttp(HttpToolsProtocol):
         return True
 
     def on_message_begin(self) -> None:
+        if self._is_answering or (self.cycle is not None and self.is_unread):  # TLS's own bytes may wait before it
+            raise _PipelinedError  # the parser stops here and `send_400_response` is called
         super().on_message_begin()
-        get_context(self.scope).drop_connection = self.transport.abort
         self._in_head = True
         self._start_timer()
 
@@ -145,7 +163,16 @@ class LimitedHttp(HttpToolsProtocol):
         self._refuse(ApiError(431, message, code="head_too_large"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, in place of uvicorn's plain text."""
+        """Answers what is no HTTP, in place of uvicorn's plain text. Behind an answer nothing more is answered."""
+        self._takes_more = False
+        if self._is_answering:
+            self.cycle.keep_alive = False
+        elif self.cycle is not None and self.is_unread:
+            self.transport.close()  # when the client has read
+        else:
+            self._refuse_invalid()
+
+    def _refuse_invalid(self) -> None:
         self._refuse(ApiError(400, "The request is not valid HTTP.", code="invalid_http"))
 
     def _refuse(self, refusal: ApiError) -> None:
@@ -171,14 +198,24 @@ class LimitedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _check_reader(self) -> None:
-        """Drops a connection that read nothing of a complete answer since the last check. Streams check their own."""
+        """Drops a connection of which the client read nothing since the last check, while its answer waited for that.
+
+        An answer waits if it is complete, or if no more of it is written before the client reads.
+        """
         is_over = self.transport.is_closing() or self.cycle is None or self.cycle.response_complete
-        num_unread = self.transport.get_write_buffer_size() if is_over else 0
+        num_unread = self.transport.get_write_buffer_size() if is_over or self.flow.write_paused else 0
         if num_unread and num_unread == self._num_unread:
+            if not is_over:
+                get_context(self.cycle.scope).was_unread = True
             self.transport.abort()  # `close` would wait for the client to read
             return
         self._num_unread = num_unread
         self._reader_timer = self.loop.call_later(self.reading_timeout, self._check_reader)
+
+    def resume_writing(self) -> None:
+        """Called when the client has read most of what waited."""
+        self._num_unread = 0
+        super().resume_writing()
 
     def _ping_half_closed(self) -> None:
         """Sends an interim response, which clients ignore, to learn whether a half-closed client still reads.
@@ -186,7 +223,7 @@ class LimitedHttp(HttpToolsProtocol):
         Only a write tells a half-closed connection from a closed one: the peer's kernel resets the latter. A stream
         that has begun writes anyway.
         """
-        if not self.pipeline and not self.cycle.response_started and not self.transport.is_closing():
+        if not self.cycle.response_started and not self.transport.is_closing():
             self.transport.write(_CONTINUE)
         self._ping_timer = self.loop.call_later(_PING_INTERVAL, self._ping_half_closed)
 

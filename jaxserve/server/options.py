@@ -79,7 +79,7 @@ class LimitOptions:
     max_priority: int = option(0, "the best priority that a request may ask for; smaller numbers run first")
     request_timeout: float | None = option(None, "seconds until a request is ended, whatever timeout it asked for")
     body_timeout: float = option(60.0, "seconds for a request's head and for its body to arrive")
-    slow_reader_timeout: float = option(60.0, "seconds that a client may leave a stream unread")
+    slow_reader_timeout: float = option(60.0, "seconds that a client may read nothing of its answer")
     keep_alive_timeout: float = option(
         75.0, "seconds that an idle connection stays open; longer than the pools of clients and proxies keep one"
     )

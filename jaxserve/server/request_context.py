@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.types import Scope, Send
@@ -27,7 +26,8 @@ class RequestContext:
     prompt_tokens: int | None = None  # for the access log; None where nothing was generated: Generation
     output_tokens: int | None = None  # likewise: Generation
     service_tier: str | None = None  # likewise, and None for the default tier: Generation
-    drop_connection: Callable[[], None] | None = None  # closes at once; None without a connection: LimitedHttp
+    has_left: bool = False  # the connection was lost before the answer was complete: LimitedHttp
+    was_unread: bool = False  # and that was because the client did not read: LimitedHttp
 
 
 def get_context(scope: Scope) -> RequestContext:

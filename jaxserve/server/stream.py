@@ -81,7 +81,7 @@ def make_chunk_writer(
 
 
 class EventStream(Response):
-    """Sends pieces as they come; stops when the client leaves or does not read.
+    """Sends pieces as they come; stops when the client leaves, or when its connection is dropped as it does not read.
 
     Nothing is queued here: while a client does not read, its outputs are merged in the engine's inbox. An error after
     the first piece becomes an event.
@@ -100,7 +100,6 @@ class EventStream(Response):
         super().__init__(None, 200, _HEADERS)
         self._counts_leaving = counts_leaving
         self._pieces, self._state, self._end, self._render_error = pieces, state, end, render_error
-        self._watch: _StallWatch
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,20 +111,15 @@ class EventStream(Response):
             return
         sending = asyncio.ensure_future(self._send_all(send, context.send or send))
         leaving = asyncio.ensure_future(_wait_for_leave(receive))
-        watch = _StallWatch(sending, self._state.config.limits.slow_reader_timeout)
-        self._watch = watch
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if watch.has_stalled:
+            if context.was_unread:
                 self._state.metrics.count("slow_readers")
-                _log.warning("a stream was not read for %g s and is aborted", watch.limit)
-                if context.drop_connection is not None:
-                    context.drop_connection()
-                    await leaving
-            elif not sending.done() and self._counts_leaving:
+                limit = self._state.config.limits.slow_reader_timeout
+                _log.warning("a stream was not read for %g s and is aborted", limit)
+            elif self._counts_leaving and (context.has_left or not sending.done()):
                 self._state.metrics.count("client_disconnects")
         finally:
-            watch.stop()
             leaving.cancel()
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -133,46 +127,16 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send, send_piece: Send) -> None:
         """Sends head, pieces and end. Pieces skip the access log, which only needs the head and the end."""
-        watch, end = self._watch, self._end
+        end = self._end
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            watch.is_sending = False
             async for piece in self._pieces:
-                watch.is_sending = True
                 await send_piece({"type": "http.response.body", "body": piece, "more_body": True})
-                watch.is_sending = False
-                watch.num_sent += 1
         except Exception as error:
             end = self._render_error(to_api_error(error)) + end
         finally:
             await self._pieces.aclose()
-        watch.is_sending = True
         await send({"type": "http.response.body", "body": end, "more_body": False})
-
-
-class _StallWatch:
-    """Cancels a task that has been sending the same piece for too long.
-
-    One timer compares counts of sent pieces, instead of a timer for each piece.
-    """
-
-    def __init__(self, task: asyncio.Future[None], limit: float) -> None:
-        self.limit = limit
-        self.is_sending, self.num_sent, self.has_stalled = True, 0, False
-        self._task, self._seen = task, -1
-        self._timer = task.get_loop().call_later(limit, self._check)
-
-    def stop(self) -> None:
-        """Ends the watch."""
-        self._timer.cancel()
-
-    def _check(self) -> None:
-        if self.is_sending and self.num_sent == self._seen:
-            self.has_stalled = True
-            self._task.cancel()
-            return
-        self._seen = self.num_sent
-        self._timer = self._task.get_loop().call_later(self.limit, self._check)
 
 
 async def run_while_connected[T](request: Request, work: Coroutine[Any, Any, T], state: ServerState) -> T:

@@ -135,6 +135,17 @@ def test_a_client_that_leaves_is_logged_as_499(lines: list[tuple[int, str]]) -> 
     assert state.metrics.http_requests == {("other", "POST", "499"): 1}
 
 
+def test_an_answer_whose_connection_is_lost_is_logged_as_499(lines: list[tuple[int, str]]) -> None:
+    """Its writes do nothing, and nobody waits for the client to leave."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        get_context(scope).has_left = True
+        await greet(scope, receive, send)
+
+    ask(AccessLog(answer, make_state()), "/")
+    assert [status for status, _ in lines] == [499]
+
+
 def test_a_client_that_leaves_after_its_answer_is_no_499(lines: list[tuple[int, str]]) -> None:
     async def answer_and_wait(scope: Scope, receive: Receive, send: Send) -> None:
         await greet(scope, receive, send)

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.server.http import make_protocol
+from jaxserve.server.request_context import RequestContext, get_context
 from tests.server.pressure import wait_until
 
 LIMITS: dict[str, Any] = {
@@ -25,16 +26,17 @@ LIMITS: dict[str, Any] = {
 }
 MOST = LIMITS["max_connections"]
 BIG = 8 * 2**20  # bytes: more than the buffers of both ends take
-
+PIECE = 2**16
 
 begun: list[str] = []  # paths of requests that take long
 gone: list[str] = []  # paths whose clients left
+contexts: list[RequestContext] = []  # of answers in pieces
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """POST answers the number of the body's bytes, /refuse does not read it, /big and /slow say a lot or slowly.
 
-    /wait says nothing until the client has gone.
+    /pieces says a lot in pieces. /wait says nothing until the client has gone.
     """
     path = scope["path"]
     size, more = 0, path != "/refuse"
@@ -51,6 +53,14 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         return
     if path == "/slow":
         await asyncio.sleep(2.0)  # longer than a head may take
+    if path == "/pieces":
+        begun.append(path)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(BIG // PIECE):
+            await send({"type": "http.response.body", "body": b"x" * PIECE, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        contexts.append(get_context(scope))
+        return
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -135,6 +145,13 @@ def read_answer(client: socket.socket) -> tuple[int, bytes]:
     return int(head.split()[1]), body
 
 
+def read_to_end(client: socket.socket) -> bytes:
+    data = b""
+    while piece := client.recv(2**20):
+        data += piece
+    return data
+
+
 def is_closed(client: socket.socket) -> bool:
     """Whether the server ends the connection, in whatever way, within the socket's timeout."""
     try:
@@ -154,10 +171,29 @@ def test_several_requests_share_a_connection(listening: Listening) -> None:
             assert read_answer(client) == (200, str(length).encode())
 
 
-def test_pipelined_requests_are_answered_in_order(listening: Listening) -> None:
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_a_connection_closes_behind_an_answer_that_more_requests_did_not_wait_for(
+    listening: Listening, pause: float
+) -> None:
+    before = len(begun)
     with connected(listening) as client:
-        client.sendall(b"".join(make_post(b"b" * length, filler=2000) for length in range(5)))
-        assert [read_answer(client) for _ in range(5)] == [(200, str(length).encode()) for length in range(5)]
+        client.sendall(make_post(b"four", path="/slow"))
+        time.sleep(pause)  # 0: all come in one piece
+        client.sendall(make_post(b"five!", path="/slow") * 100 + b"no HTTP")
+        answer = read_to_end(client)
+        assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer.lower()
+        assert answer.endswith(b"\r\n\r\n4") and len(begun) == before + 1
+
+
+def test_answers_that_nobody_reads_cannot_be_queued(listening: Listening) -> None:
+    """Each request comes when the answer before it is complete, but has not been read."""
+    listening.wait_for_connections(0)
+    with connected(listening, 4096) as client:
+        client.sendall(b"GET /big HTTP/1.1\r\nhost: a\r\n\r\n")
+        time.sleep(0.1)
+        client.sendall(make_post(b"five!", path="/slow"))
+        num_begun, answer = len(begun), read_to_end(client)
+        assert len(answer.partition(b"\r\n\r\n")[2]) == BIG and len(begun) == num_begun
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -284,9 +320,33 @@ def test_an_answer_that_nobody_reads_is_dropped(listening: Listening) -> None:
         listening.wait_for_connections(0)  # though the client has it open
 
 
-def test_an_answer_that_is_read_slowly_arrives_whole(listening: Listening) -> None:
+def test_an_answer_in_pieces_that_nobody_reads_is_dropped(listening: Listening) -> None:
+    listening.wait_for_connections(0)
+    contexts.clear()
+    with connected(listening, 4096) as client:
+        client.sendall(b"GET /pieces HTTP/1.1\r\nhost: a\r\n\r\n")
+        listening.wait_for_connections(1)
+        listening.wait_for_connections(0)
+        wait_until(lambda: len(contexts) == 1)
+        assert contexts[0].has_left and contexts[0].was_unread
+
+
+def test_writing_to_a_client_that_left_is_no_error(listening: Listening, caplog: pytest.LogCaptureFixture) -> None:
+    contexts.clear()
+    num_begun = len(begun)
+    client = listening.connect(4096)
+    client.sendall(b"GET /pieces HTTP/1.1\r\nhost: a\r\n\r\n" * 2)
+    wait_until(lambda: len(begun) > num_begun)
+    client.close()
+    wait_until(lambda: len(contexts) == 1)
+    assert contexts[0].has_left and not contexts[0].was_unread
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("path", ["/big", "/pieces"])
+def test_an_answer_that_is_read_slowly_arrives_whole(listening: Listening, path: str) -> None:
     with connected(listening, 2**16) as client:
-        client.sendall(b"GET /big HTTP/1.1\r\nhost: a\r\n\r\n")
+        client.sendall(b"GET %s HTTP/1.1\r\nhost: a\r\n\r\n" % path.encode())
         start, num_read, data = time.monotonic(), 0, b"x"
         while data and num_read < BIG:
             if time.monotonic() - start < 2.5:  # several looks, between which a little is read
@@ -352,9 +412,7 @@ def test_who_sends_no_more_gets_the_answer(listening: Listening) -> None:
     with connected(listening) as client:
         client.sendall(make_post(b"four", path="/slow"))
         client.shutdown(socket.SHUT_WR)
-        answer = b""
-        while piece := client.recv(4096):
-            answer += piece
+        answer = read_to_end(client)
         *interim, last, body = answer.split(b"\r\n\r\n")
         assert set(interim) == {b"HTTP/1.1 100 Continue"}  # which tells the server that somebody still reads
         assert last.startswith(b"HTTP/1.1 200") and b"connection: close" in last.lower() and body == b"4"

@@ -126,6 +126,16 @@ def test_a_request_right_behind_the_handshake(server: RunningServer, trust: ssl.
                 incoming.write(data)
 
 
+def test_many_requests_share_a_connection(server: RunningServer, trust: ssl.SSLContext) -> None:
+    ports = set()
+    with httpx.Client(base_url=server.url, verify=trust, headers=BEARER) as http:
+        for path in ["/health/live", "/playground/playground.js", "/openapi.json", "/metrics"] * 10:
+            answer = http.get(path)
+            assert answer.status_code == 200
+            ports.add(answer.extensions["network_stream"].get_extra_info("client_addr")[1])
+    assert len(ports) == 1
+
+
 def test_certificates_of_ones_own_and_new_ones(
     server: RunningServer, folder: Path, certify: Callable[[], ssl.SSLContext], trust: ssl.SSLContext
 ) -> None:
