@@ -44,6 +44,11 @@ class EngineView:
         """Raises QueueFullError if the queue has no room for any request of this rank and tenant."""
         self._ready.engine.scheduler.door.refuse_if_full(rank, tenant)
 
+    def count_idle_rows(self) -> int:
+        """Returns how many sequences more would get a row without waiting."""
+        scheduler = self._ready.engine.scheduler
+        return max(0, scheduler.door.idle_rows - scheduler.waiting.num_new)
+
     def seconds_to_admit(self) -> float:
         """Returns the seconds until all that waits now is admitted at the recent rate. Call it on one thread only."""
         return self._pace.seconds_to_admit(self._ready.engine)

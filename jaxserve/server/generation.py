@@ -52,15 +52,25 @@ class _Running:
 
 
 class Generation:
-    """The engine requests of one HTTP request, run together. Leaving `outputs` early aborts the unfinished ones."""
+    """The engine requests of one HTTP request, run together. Leaving `outputs` early aborts the unfinished ones.
+
+    Args:
+        counts_refusals: False if the caller tries again when the queue is full.
+    """
 
     def __init__(
-        self, state: ServerState, requests: Sequence[Request], http: HttpRequest, *, operation: str = "text_completion"
+        self,
+        state: ServerState,
+        requests: Sequence[Request],
+        http: HttpRequest,
+        *,
+        operation: str = "text_completion",
+        counts_refusals: bool = True,
     ) -> None:
         self._state = state
         self._requests = requests
         self._http = http
-        self._operation = operation
+        self._operation, self._counts_refusals = operation, counts_refusals
         self._records = {
             request.request_id: _Running(at, request, state.metrics.find_tally(request))
             for at, request in enumerate(requests)
@@ -113,7 +123,7 @@ class Generation:
                     yield record.position, output
         except Exception as error:
             refusal = to_api_error(error, self._state.retry_after())
-            if refusal.status == 429:
+            if refusal.status == 429 and self._counts_refusals:
                 metrics.count("queue_full")
             if self._is_taken or refusal.status >= 500:  # otherwise the engine refused them all
                 self._count_taken()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.request import Request as EngineRequest
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.generation import echo_tier
+from jaxserve.server.json_text import to_json
 from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import ServerState
@@ -25,11 +25,6 @@ from jaxserve.server.server_state import ServerState
 _log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-def to_json(value: Any) -> str:
-    """Returns compact JSON, in ASCII."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def encode_event(value: Any, name: str | None = None) -> bytes:

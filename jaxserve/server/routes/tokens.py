@@ -1,28 +1,23 @@
-"""`/v1/models`, `/tokenize`, `/detokenize`, `/v1/responses/input_tokens` and `/v1/embeddings`."""
+"""`/v1/models`, `/tokenize`, `/detokenize` and `/v1/responses/input_tokens`."""
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidRequestError, shorten
-from jaxserve.request import Request as EngineRequest
-from jaxserve.server.body import prepare, read_body
+from jaxserve.server.body import read_body
 from jaxserve.server.conversation import Conversation, list_template_options
 from jaxserve.server.errors import ApiError
-from jaxserve.server.generation import Generation, echo_tier, name_requests
+from jaxserve.server.json_text import make_json_response, to_json
 from jaxserve.server.openapi import document
-from jaxserve.server.prompts import check_length, list_prompts, name_fields
+from jaxserve.server.prompts import check_length, name_fields
 from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
-    EmbeddingList,
-    EmbeddingRequest,
     InputTokens,
     ModelCard,
     ModelList,
@@ -31,7 +26,6 @@ from jaxserve.server.protocol.tokens import (
 )
 from jaxserve.server.routes import responses
 from jaxserve.server.server_state import ServerState, get_state
-from jaxserve.server.stream import run_while_connected
 from jaxserve.server.tools import read_tools
 from jaxserve.tokenizers import Tokenizer
 
@@ -65,12 +59,16 @@ def _describe_model(state: ServerState, name: str) -> dict[str, Any]:
 
 
 @router.post("/tokenize", **document(TokenizeRequest, TokenizeResponse))
-async def tokenize(http: Request) -> JSONResponse:
+async def tokenize(http: Request) -> Response:
     """The token ids of a text or of a conversation."""
     state = get_state(http)
     body = await read_body(http, TokenizeRequest, state)
     state.check_model(body.model)
-    return JSONResponse(await state.preparation.run(_tokenize, body, state))
+    return make_json_response(await state.preparation.run(_write_tokens, body, state))
+
+
+def _write_tokens(body: TokenizeRequest, state: ServerState) -> bytes:
+    return to_json(_tokenize(body, state), is_ascii=False).encode()
 
 
 def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
@@ -149,61 +147,6 @@ async def detokenize(http: Request) -> JSONResponse:
             raise InvalidRequestError(message, field="tokens", value=token_id)
     text = await state.preparation.run(_require_tokenizer(state).decode, body.tokens, False)
     return JSONResponse({"prompt": text})
-
-
-@router.post("/v1/embeddings", **document(EmbeddingRequest, EmbeddingList))
-async def create_embeddings(http: Request) -> JSONResponse:
-    """The embedding of each text: the hidden state of its last token, normalized to length 1."""
-    state = get_state(http)
-    body = await read_body(http, EmbeddingRequest, state)
-    model = state.check_model(body.model)
-    width = state.engine.model.hidden_size
-    if body.dimensions is not None and body.dimensions > width:
-        raise InvalidRequestError(f"at most {width}, got {body.dimensions}", field="dimensions", value=body.dimensions)
-    with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
-        requests = await prepare(http, body, state, _make_requests)
-        return JSONResponse(
-            await run_while_connected(http, _embed(body, model, name_requests(requests, http), http), state)
-        )
-
-
-def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str, Any]) -> list[EngineRequest]:
-    make, most = state.engine.requests.make_embedding, state.config.limits.max_prompts
-    cut, prompts = body.truncate_prompt_tokens, list_prompts(body.input, most, "input")
-    for each in prompts:
-        check_length(each.get("prompt"), state, "input", cuts=cut is not None)
-    return [make(each, truncate_prompt_tokens=cut, **options) for each in prompts]
-
-
-async def _embed(body: EmbeddingRequest, model: str, requests: list[EngineRequest], http: Request) -> dict[str, Any]:
-    state = get_state(http)
-    found: dict[int, np.ndarray] = {}
-    total = 0
-    for start in range(0, len(requests), state.max_sequences):  # so a large body takes no more of the queue than others
-        part = requests[start : start + state.max_sequences]
-        generation = Generation(state, part, http, operation="embeddings")
-        async for position, output in generation.outputs():
-            vector = np.asarray(output.embedding, np.float32)
-            if body.dimensions is not None:
-                vector = vector[: body.dimensions] / max(float(np.linalg.norm(vector[: body.dimensions])), 1e-12)
-            found[start + position] = vector
-        total += generation.account.prompt_tokens
-    as_text = body.encoding_format == "base64"
-    data = [
-        {
-            "object": "embedding",
-            "index": position,
-            "embedding": base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist(),
-        }
-        for position, vector in sorted(found.items())
-    ]
-    return {
-        "object": "list",
-        "data": data,
-        "model": model,
-        "usage": {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0},
-        **echo_tier(body, requests[0]),
-    }
 
 
 def _require_tokenizer(state: ServerState) -> Tokenizer:
