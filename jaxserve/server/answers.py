@@ -8,15 +8,16 @@ from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from jaxserve.errors import TokenizerError
-from jaxserve.request import Request, RequestOutput
+from jaxserve.errors import InvalidRequestError, TokenizerError
+from jaxserve.request import Request, RequestOutput, TokenLogprobs
 from jaxserve.server.body import prepare
 from jaxserve.server.conversation import Conversation, make_parser, make_request
 from jaxserve.server.errors import ApiError
 from jaxserve.server.events import AnswerEnded, ReasoningDelta, Update
 from jaxserve.server.generation import Account, Generation, name_requests
+from jaxserve.server.json_text import make_json_response, run_by_size, to_json
 from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.server_state import ServerState
 from jaxserve.server.stream import EventStream, run_while_connected
@@ -166,31 +167,80 @@ async def respond(
     """Runs the requests and returns the response, streamed or whole.
 
     Raises:
+        InvalidRequestError: the prompts have too many log-probabilities.
         ApiError: the engine refused a request, or failed on it before the first output.
     """
+    _check_prompt_logprobs(requests, state)
     generation = Generation(state, requests, http, operation=operation)
     if not body.stream:
-        return JSONResponse(await run_while_connected(http, _collect(generation, reader, writer), state))
+        return make_json_response(await run_while_connected(http, _collect(generation, reader, writer), state))
     outputs = await run_while_connected(http, generation.begin(), state)
-    pieces = _stream(outputs, generation, reader, writer)
+    shows_prompt = bool(body.return_token_ids or getattr(body, "echo", False))
+    pieces = _stream(outputs, generation, reader, writer, shows_prompt=shows_prompt)
     return EventStream(pieces, state, end=writer.done, render_error=writer.render_error)
 
 
-async def _collect(generation: Generation, reader: AnswerReader, writer: Writer) -> dict[str, Any]:
-    updates = [update async for numbered in generation.outputs() for update in reader.read(*numbered)]
-    generation.account.reasoning_tokens = sum(update.num_reasoning for update in updates)
-    return writer.fold(updates, generation.account, generation.describe_metrics())
+async def _collect(generation: Generation, reader: AnswerReader, writer: Writer) -> bytes:
+    """Returns the whole answer as JSON."""
+    outputs = [numbered async for numbered in generation.outputs()]
+
+    def write() -> bytes:
+        updates = [update for numbered in outputs for update in reader.read(*numbered)]
+        generation.account.reasoning_tokens = sum(update.num_reasoning for update in updates)
+        found = writer.fold(updates, generation.account, generation.describe_metrics())
+        return to_json(found, is_ascii=False).encode()
+
+    return await run_by_size(write, sum(_measure(output, shows_prompt=True) for _, output in outputs))
 
 
 async def _stream(
-    outputs: AsyncGenerator[tuple[int, RequestOutput]], generation: Generation, reader: AnswerReader, writer: Writer
+    outputs: AsyncGenerator[tuple[int, RequestOutput]],
+    generation: Generation,
+    reader: AnswerReader,
+    writer: Writer,
+    *,
+    shows_prompt: bool,
 ) -> AsyncGenerator[bytes]:
     usage = generation.account
+
+    def write(position: int, output: RequestOutput) -> list[bytes]:
+        updates = reader.read(position, output)
+        usage.reasoning_tokens += sum(update.num_reasoning for update in updates)
+        return [piece for update in updates for piece in writer.write(update, usage)]
+
     async with aclosing(outputs):
         async for position, output in outputs:
-            for update in reader.read(position, output):
-                usage.reasoning_tokens += update.num_reasoning
-                for piece in writer.write(update, usage):
-                    yield piece
+            size = _measure(output, shows_prompt=shows_prompt)
+            for piece in await run_by_size(partial(write, position, output), size):
+                yield piece
         for piece in writer.end(usage, generation.describe_metrics()):
             yield piece
+
+
+def _measure(output: RequestOutput, *, shows_prompt: bool) -> int:
+    """Returns about how many values an output becomes: token ids and log-probabilities."""
+    size = len(output.prompt_token_ids) if shows_prompt else 0
+    if output.prompt_logprobs:
+        size += _count_entries(output.prompt_logprobs)
+    for completion in output.outputs:
+        size += len(completion.token_ids)
+        if completion.logprobs:
+            size += _count_entries(completion.logprobs)
+    return size
+
+
+def _count_entries(found: Sequence[TokenLogprobs | None]) -> int:
+    return len(found) * len(found[-1] or ())  # about as many at each token
+
+
+def _check_prompt_logprobs(requests: Sequence[Request], state: ServerState) -> None:
+    """Refuses prompts whose log-probabilities would fill memory, and keep a thread busy for seconds."""
+    asked = [(len(each.prompt_token_ids), each.params.prompt_logprobs) for each in requests]
+    total = sum(length * (1 + count) for length, count in asked if count is not None)
+    most = state.config.limits.max_prompt_logprobs
+    if total > most:
+        message = (
+            f"the prompts have {total:,} log-probabilities together, and one answer may have {most:,} "
+            "(max_prompt_logprobs); ask for fewer at each token, or send the prompts in several requests"
+        )
+        raise InvalidRequestError(message, field="prompt_logprobs", value=total)

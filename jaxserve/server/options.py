@@ -73,7 +73,8 @@ class LimitOptions:
     max_header_bytes: int = option(16 * 2**10, "bytes of a request's head", "h11_max_incomplete_event_size")
     max_connections: int = option(4096, "connections at once")
     max_streams: int = option(2048, "requests being answered at once; more get 429")
-    max_prompts: int = option(1024, "prompts of one completion or embedding request")
+    max_prompts: int = option(2048, "prompts of one completion or embedding request")
+    max_prompt_logprobs: int = option(2**18, "log-probabilities of prompt tokens in one answer")
     max_n: int = option(MAX_COMPLETIONS, "completions of one prompt")
     max_sequences_per_request: int = option(256, "prompts x n of one request; never more than 4 x max_num_seqs")
     max_priority: int = option(0, "the best priority that a request may ask for; smaller numbers run first")
@@ -87,7 +88,7 @@ class LimitOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, max_body_bytes=1, max_body_bytes_total=1, max_header_bytes=1024)
-        check_at_least(self, max_connections=1, max_streams=1, max_prompts=1, max_n=1)
+        check_at_least(self, max_connections=1, max_streams=1, max_prompts=1, max_prompt_logprobs=1, max_n=1)
         check_at_least(self, max_sequences_per_request=1, max_priority=PRIORITIES.start)
         if self.max_n > MAX_COMPLETIONS:
             raise ConfigError(f"at most {MAX_COMPLETIONS}, got {self.max_n}", field="max_n", value=self.max_n)

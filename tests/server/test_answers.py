@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
 
 from jaxserve.request import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import OutputKind
+from jaxserve.server import json_text
 from jaxserve.server.answers import AnswerReader, ReasoningCounter
+from jaxserve.server.app import make_app
 from jaxserve.server.events import (
     AnswerEnded,
     ArgumentsDelta,
@@ -27,7 +31,9 @@ from jaxserve.server.options import ServerConfig
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.routes import chat, responses
+from jaxserve.server.routes.completions import CompletionWriter
 from jaxserve.server.tools import make_answer_parser, read_tools
+from tests.server.test_live import run, serve
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
 CALL = '<tool_call>{{"name": "{}", "arguments": {{"a": 1}}}}</tool_call>'
@@ -215,3 +221,46 @@ def test_the_chunks_of_a_chat_are_its_whole_answer(text: str) -> None:
     arguments = [call["function"]["arguments"] for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
     assert "".join(arguments) == "".join(c["function"]["arguments"] for c in whole["message"].get("tool_calls", ()))
     assert chunks[-1]["finish_reason"] == whole["finish_reason"] == ("tool_calls" if arguments else "stop")
+
+
+@pytest.mark.parametrize(("length", "is_long"), [(3, False), (200, True)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_answers_are_written_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, length: int, is_long: bool, stream: bool
+) -> None:
+    writers: set[threading.Thread] = set()
+
+    def note(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (writers.add(threading.current_thread()), function(*args))[1]
+
+    for name in ("write", "fold"):
+        monkeypatch.setattr(CompletionWriter, name, note(getattr(CompletionWriter, name)))
+    monkeypatch.setattr(json_text, "_MOST_HERE", 100)
+    with serve() as served:
+
+        async def test() -> None:
+            body = {"prompt": [5] * length, "max_tokens": 2, "return_token_ids": True, "stream": stream}
+            transport = httpx.ASGITransport(make_app(served.state))
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200 and '"prompt_token_ids":[5,' in answer.text
+
+        run(test)
+    assert writers and (threading.current_thread() in writers) is not is_long
+
+
+def test_log_probabilities_of_prompts_are_bounded() -> None:
+    with serve() as served:
+        served.state.config = ServerConfig.from_options(max_prompt_logprobs=60)
+
+        async def test() -> None:
+            transport = httpx.ASGITransport(make_app(served.state))
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                for count, status in ((2, 200), (3, 400)):  # 20 tokens of prompts with 1 + count each
+                    body = {"prompt": [[5] * 10] * 2, "max_tokens": 0, "prompt_logprobs": count}
+                    answer = await client.post("/v1/completions", json=body)
+                    assert answer.status_code == status, answer.text
+            assert answer.json()["error"]["param"] == "prompt_logprobs"
+            assert "80 log-probabilities" in answer.json()["error"]["message"]
+
+        run(test)
