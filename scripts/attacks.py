@@ -34,6 +34,7 @@ FLAGS = (
 )
 # Where memory is small. With the programs of the defaults a server needs up to 690 MiB.
 FEW_PROGRAMS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "1024")
+CLOCKED = (str(Path(__file__).with_name("clocked_server.py")),)  # `jaxserve` that names slow callbacks
 FEW_FILES = ("sh", "-c", 'ulimit -Sn 1024 && exec "$@"', "sh")  # the default limit of many systems
 
 
@@ -60,6 +61,7 @@ class Attack:
     title: str
     hold: Hold
     start: Start
+    most_seconds: float = 2.0  # for each probe
 
 
 def start_plain(*flags: str, prefix: Sequence[str] = ()) -> Start:
@@ -67,7 +69,7 @@ def start_plain(*flags: str, prefix: Sequence[str] = ()) -> Start:
 
     @contextmanager
     def start(notes: Notes) -> Iterator[Server]:
-        server = start_server((*FLAGS, *flags), prefix)
+        server = start_server((*FLAGS, *flags), prefix, CLOCKED)
         try:
             yield server
         finally:

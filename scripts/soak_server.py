@@ -66,6 +66,7 @@ class Server:
     url: str = ""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
     num_tracebacks: int = 0
+    slow_callbacks: list[str] = field(default_factory=list)  # lines of `clocked_server.py`
 
     def listen(self) -> None:
         """Reads the server's log until the server ends."""
@@ -73,6 +74,8 @@ class Server:
         for line in self.process.stdout:
             self.last_lines.append(line.rstrip())
             self.num_tracebacks += line.startswith("Traceback")
+            if line.startswith("slow callback:"):
+                self.slow_callbacks.append(line.partition(":")[2].strip())
             if not self.url and (found := re.search(r"listening on (http://\S+)", line)):
                 self.url = found[1]
 
@@ -110,9 +113,16 @@ def read_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def start_server(flags: Sequence[str] = FLAGS, prefix: Sequence[str] = ()) -> Server:
-    """Starts the server and waits until it is ready. `prefix`: a command that runs the server's command."""
-    command = [*prefix, sys.executable, "-m", "jaxserve", "serve", *flags]
+def start_server(
+    flags: Sequence[str] = FLAGS, prefix: Sequence[str] = (), program: Sequence[str] = ("-m", "jaxserve")
+) -> Server:
+    """Starts the server and waits until it is ready.
+
+    Args:
+        prefix: a command that runs the server's command.
+        program: what Python runs; it takes the arguments of `jaxserve`.
+    """
+    command = [*prefix, sys.executable, *program, "serve", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     server = Server(process)
     threading.Thread(target=server.listen, daemon=True).start()

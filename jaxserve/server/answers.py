@@ -204,7 +204,7 @@ async def _stream(
     usage = generation.account
 
     def write(position: int, output: RequestOutput) -> list[bytes]:
-        updates = reader.read(position, output)
+        updates = list(reader.read(position, output))
         usage.reasoning_tokens += sum(update.num_reasoning for update in updates)
         return [piece for update in updates for piece in writer.write(update, usage)]
 

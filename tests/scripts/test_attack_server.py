@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +14,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from attack_server import Look, Result, render
-from attacks import ATTACKS, SHUTDOWN_SECONDS, Notes
+import clocked_server
+from attack_server import ATTACKS, Look, Result, render
+from attacks import SHUTDOWN_SECONDS, Notes
 from rich.console import Console
 
 pytestmark = pytest.mark.thorough
@@ -47,6 +51,29 @@ def test_the_table_says_what_failed() -> None:
         console.print(render([GOOD, bad]))
     assert "10.00 s; 1 of 2 failed: ReadTimeout" in " ".join(text.get().replace("│", " ").split())
     assert "NOT OK" in text.get()
+
+
+def test_callbacks_that_take_long_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(seconds: float) -> None:
+        deadline = time.thread_time() + seconds
+        while time.thread_time() < deadline:
+            pass
+
+    async def work_long() -> None:
+        work(2 * clocked_server.MOST_SECONDS)
+
+    async def run() -> None:
+        asyncio.get_running_loop().call_soon(work, 0.0)
+        await asyncio.create_task(work_long())
+
+    monkeypatch.setattr(asyncio.Handle, "_run", asyncio.Handle._run)
+    monkeypatch.setattr(gc, "callbacks", list(gc.callbacks))
+    clocked_server.watch_callbacks()
+    asyncio.run(run())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(clocked_server.MARK) and "work_long" in line
 
 
 @pytest.mark.slow
