@@ -54,7 +54,7 @@ def find_ports(count: int) -> list[int]:
 
 def launch(port: int, *flags: str, **environment: str) -> Server:
     """Starts `jaxserve serve` on a port; it is not ready yet."""
-    command = [sys.executable, "-m", "jaxserve.tools.cli", "serve", "--port", str(port), *FLAGS, *flags]
+    command = [sys.executable, "-m", "jaxserve", "serve", "--port", str(port), *FLAGS, *flags]
     process = subprocess.Popen(
         command,
         env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.request import Request, RequestOutput, TokenLogprobs
+from jaxserve.server import json_text
 from jaxserve.server.body import prepare
 from jaxserve.server.conversation import Conversation, make_parser, make_request
 from jaxserve.server.errors import ApiError
@@ -208,9 +210,14 @@ async def _stream(
         usage.reasoning_tokens += sum(update.num_reasoning for update in updates)
         return [piece for update in updates for piece in writer.write(update, usage)]
 
+    written = 0  # since the event loop's last turn: many outputs may be there at once
     async with aclosing(outputs):
         async for position, output in outputs:
             size = _measure(output, shows_prompt=shows_prompt)
+            written += size
+            if written > json_text.MOST_HERE:
+                written = 0
+                await asyncio.sleep(0)
             for piece in await run_by_size(partial(write, position, output), size):
                 yield piece
         for piece in writer.end(usage, generation.describe_metrics()):

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 MOST_AT_ONCE = 4096  # values that one call encodes, in a few milliseconds
-_MOST_HERE = 1024  # values that are written on the event loop
+MOST_HERE = 1024  # values that are written on the event loop in one turn
 _OPTIONS: Any = {"allow_nan": False, "separators": (",", ":")}
 _encode_ascii = json.JSONEncoder(**_OPTIONS).encode
 _encode = json.JSONEncoder(**_OPTIONS, ensure_ascii=False).encode
@@ -23,7 +23,7 @@ def to_json(value: Any, *, is_ascii: bool = True) -> str:
 
 async def run_by_size[T](function: Callable[[], T], size: int) -> T:
     """Runs a function that writes so many values: on the event loop if they are few, else in a thread."""
-    return function() if size <= _MOST_HERE else await asyncio.to_thread(function)
+    return function() if size <= MOST_HERE else await asyncio.to_thread(function)
 
 
 def make_json_response(content: bytes) -> Response:

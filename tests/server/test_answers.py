@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import pytest
 
-from jaxserve.request import CompletionOutput, RequestOutput
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import OutputKind
 from jaxserve.server import json_text
-from jaxserve.server.answers import AnswerReader, ReasoningCounter
+from jaxserve.server.answers import AnswerReader, ReasoningCounter, _stream
 from jaxserve.server.app import make_app
 from jaxserve.server.events import (
     AnswerEnded,
@@ -235,7 +236,7 @@ def test_long_answers_are_written_off_the_event_loop(
 
     for name in ("write", "fold"):
         monkeypatch.setattr(CompletionWriter, name, note(getattr(CompletionWriter, name)))
-    monkeypatch.setattr(json_text, "_MOST_HERE", 100)
+    monkeypatch.setattr(json_text, "MOST_HERE", 100)
     with serve() as served:
 
         async def test() -> None:
@@ -264,3 +265,30 @@ def test_log_probabilities_of_prompts_are_bounded() -> None:
             assert "80 log-probabilities" in answer.json()["error"]["message"]
 
         run(test)
+
+
+def test_many_outputs_at_once_leave_turns_to_others() -> None:
+    """Counts the outputs that are written between two turns of another task."""
+    entries = {token: Logprob(-1.0, token + 1, "a") for token in range(21)}
+    seen, num_outputs = [0], 1000
+
+    async def give_all() -> AsyncGenerator[tuple[int, RequestOutput]]:
+        for _ in range(num_outputs):
+            seen[-1] += 1
+            yield 0, give("a", logprobs=[entries])
+
+    async def take_turns() -> None:
+        while sum(seen) < num_outputs:
+            seen.append(0)
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        generation: Any = SimpleNamespace(account=Account(), describe_metrics=dict)
+        writer: Any = SimpleNamespace(write=lambda update, usage: [b"x"], end=lambda usage, metrics: [])
+        other = asyncio.ensure_future(take_turns())
+        pieces = [piece async for piece in _stream(give_all(), generation, AnswerReader(1), writer, shows_prompt=False)]
+        assert len(pieces) == num_outputs
+        await other
+
+    run(test)
+    assert max(seen) <= json_text.MOST_HERE // 22 + 1
