@@ -93,6 +93,7 @@ class AccessLog:
             if not status:  # otherwise the answer has begun, and the client sees that it is cut short
                 await to_api_error(error).to_response()(scope, receive, tracked_send)
         finally:
+            context.send = None  # it leads back to the scope: only the garbage collector would free such a circle
             seconds = time.monotonic() - started
             route = getattr(scope.get("route"), "path", None)
             status = _GONE if gone or context.has_left else status or 500

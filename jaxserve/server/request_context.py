@@ -19,7 +19,7 @@ class RequestContext:
     request_id: str = ""  # the server's own id of the request, not the client's: AccessLog
     arrival: float = 0.0  # seconds on the monotonic clock: AccessLog
     wants_head: bool = False  # a HEAD request, answered as GET without its body: HeadRequests
-    send: Send | None = None  # the connection's own, which skips the access log: AccessLog
+    send: Send | None = None  # the connection's own, which skips the access log; None behind the answer: AccessLog
     salt: str = ""  # separates the cached prefixes of API keys; empty without keys, and with one: Guard
     rights: KeyRights = NO_TENANT  # those of its API key: Guard
     body_share: BodyShare | None = None  # bytes that the body holds of the server's budget: read_body
