@@ -3,8 +3,8 @@
 Each attack has its own server with the demo model on 127.0.0.1. During the attack and after it, a greedy request on a
 new connection must return the same text as before, and /health/live must succeed, within two seconds (ten where it
 shares the processor with 512 streams). Then SIGTERM must end the process within --shutdown-timeout plus two seconds. No
-callback of the server's event loop may take more than 50 ms of CPU time meanwhile (clocked_server.py). The exit status
-is 1 if any of this fails.
+callback of the server's event loop may take more than 50 ms of CPU time meanwhile, collections of garbage aside
+(clocked_server.py). The exit status is 1 if any of this fails.
 
     python scripts/attack_server.py [--only connections] [--hold-seconds 6]
 """

@@ -15,7 +15,8 @@ from typing import Any
 
 from jaxserve.tools import cli
 
-MOST_SECONDS = 0.05
+MOST_SECONDS = 0.05  # of a callback, without collections of garbage
+MOST_COLLECTING_SECONDS = 0.25  # young objects of some hundred requests are looked through in less
 MARK = "slow callback:"
 _MOST_NAMES = 6  # of the coroutines that a task is in, the innermost
 
@@ -35,8 +36,9 @@ def watch_callbacks() -> None:
     def run_timed(handle: asyncio.Handle) -> None:
         started, before = time.thread_time(), getattr(collecting, "seconds", 0.0)
         run(handle)
-        if (seconds := time.thread_time() - started) > MOST_SECONDS:
-            collected = getattr(collecting, "seconds", 0.0) - before
+        seconds = time.thread_time() - started
+        collected = getattr(collecting, "seconds", 0.0) - before
+        if seconds - collected > MOST_SECONDS or collected > MOST_COLLECTING_SECONDS:
             text = f"{MARK} {seconds:.3f} s, {collected:.3f} s of it garbage: {_describe(handle)}"
             print(text, file=sys.stderr, flush=True)
 
