@@ -19,6 +19,7 @@ from jaxserve.tools.bench.demo_questions import MAX_TOKENS, make_questions
 if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
 
+_SHARED_IDS = 2**20  # the largest vocabulary whose ids are kept as a list
 _FIRST_ID = 10  # the ids below are those of special tokens in most vocabularies
 
 
@@ -45,7 +46,9 @@ class PromptMaker:
     @classmethod
     def of(cls, seed: int, vocab_size: int, tokenizer: Tokenizer | None) -> PromptMaker:
         """Returns a maker of prompts in a vocabulary of so many ids."""
-        ids = list(range(min(_FIRST_ID, vocab_size - 1), vocab_size))  # one object per id: long prompts share them
+        ids: Sequence[int] = range(min(_FIRST_ID, vocab_size - 1), vocab_size)
+        if vocab_size <= _SHARED_IDS:
+            ids = list(ids)  # one object per id: long prompts share them
         return cls(random.Random(seed), ids, tokenizer)
 
     def draw(self, count: int) -> tuple[int, ...]:

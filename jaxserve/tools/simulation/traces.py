@@ -15,7 +15,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from jaxserve.request import Request, ServiceTier, Tenant
 from jaxserve.tools.simulation.replica import make_request
 
 MOONCAKE_BLOCK = 512  # tokens of a hash id
+_MOST_TOKENS = 2**24  # of a prompt or an answer, more than any model's context
+_MOST_SECONDS = 366 * 86400.0  # between the first and the last request
+_FIRST_FREE_ID = 2**40  # of prompts without blocks: above the numbers of blocks
 PACKAGED_TRACES = ("azure-chat", "azure-code", "mooncake")  # 500 requests each; bench draws lengths of them
 _PACKAGE = Path(__file__).parents[1] / "bench" / "lengths"
 _OWN_COLUMNS = ["gap_seconds", "prompt_tokens", "output_tokens"]
@@ -66,7 +69,11 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
         raise ConfigError(f"{name} has no requests", field="trace", value=name)
     first = min(request.arrival_time for request in found)
     shifted = [dataclasses.replace(each, arrival_time=each.arrival_time - first) for each in found]
-    return sorted(shifted, key=lambda request: request.arrival_time)
+    shifted.sort(key=lambda request: request.arrival_time)
+    if (span := shifted[-1].arrival_time) > _MOST_SECONDS:
+        message = f"{name}: its requests arrive within {span:.3g} s, and at most {_MOST_SECONDS:.3g} s can be replayed"
+        raise ConfigError(message, field="trace", value=span)
+    return shifted
 
 
 def _read_lines(name: str, lines: Iterator[str]) -> Iterator[TraceRequest]:
@@ -80,7 +87,7 @@ def _read_lines(name: str, lines: Iterator[str]) -> Iterator[TraceRequest]:
     records = (line for line in chain([first], lines) if line.strip())
     try:
         parse = _PARSERS[next(kind for kind in _PARSERS if kind in json.loads(first))]
-    except (ValueError, TypeError, StopIteration):
+    except (ValueError, TypeError, RecursionError, StopIteration):
         message = (
             f"{name} is in no known format; known are Azure's CSV ({','.join(_AZURE_COLUMNS)}), Mooncake's JSON lines, "
             "the log of jaxserve serve --log-format json, and the answers of jaxserve run-batch"
@@ -96,10 +103,10 @@ def _parse_all(
     for number, line in enumerate(lines, first_number):
         try:
             request = parse(line)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ConfigError(f"{name}, line {number}: {reason}", field="trace", value=shorten(line)) from error
-        if request is not None and request.num_output_tokens > 0:
+        if request is not None and request.num_output_tokens:
             yield request
 
 
@@ -110,8 +117,8 @@ def _parse_own() -> Callable[[list[str]], TraceRequest]:
     def parse(row: list[str]) -> TraceRequest:
         nonlocal now
         gap, prompt, output = row
-        now += float(gap)
-        return TraceRequest(now, _count(int(prompt)), int(output))
+        now += _read_seconds(float(gap))
+        return TraceRequest(now, _count_prompt(int(prompt)), _count_output(int(output)))
 
     return parse
 
@@ -120,23 +127,24 @@ def _parse_azure(row: list[str]) -> TraceRequest | None:
     if not row:
         return None
     stamp, prompt, output = row
-    return TraceRequest(datetime.fromisoformat(stamp[:26]).timestamp(), _count(int(prompt)), int(output))
+    return TraceRequest(_read_time(stamp[:26]), _count_prompt(int(prompt)), _count_output(int(output)))
 
 
 def _parse_mooncake(record: dict[str, Any]) -> TraceRequest:
-    length, blocks = _count(record["input_length"]), tuple(map(int, record["hash_ids"]))
+    length, blocks = _count_prompt(record["input_length"]), tuple(map(_read_block, record["hash_ids"]))
     if len(blocks) * MOONCAKE_BLOCK < length:
         raise _LineError(f"{len(blocks)} hash_ids of {MOONCAKE_BLOCK} tokens do not cover input_length={length}")
-    return TraceRequest(record["timestamp"] / 1000, length, int(record["output_length"]), blocks)
+    output = _count_output(record["output_length"])
+    return TraceRequest(_read_seconds(record["timestamp"]) / 1000, length, output, blocks)
 
 
 def _parse_log(record: dict[str, Any]) -> TraceRequest | None:
     if record.get("logger") != "jaxserve.access" or record.get("output_tokens") is None:
         return None  # an event, or a request that generated nothing
     return TraceRequest(
-        datetime.fromisoformat(record["time"]).timestamp() - record["seconds"],
-        _count(record["prompt_tokens"]),
-        record["output_tokens"],
+        _read_time(record["time"]) - _read_seconds(record["seconds"]),
+        _count_prompt(record["prompt_tokens"]),
+        _count_output(record["output_tokens"]),
         tenant=str(record.get("tenant", "")),
         service_tier=ServiceTier[str(record.get("service_tier", "default")).upper()],
     )
@@ -148,7 +156,7 @@ def _parse_answer(record: dict[str, Any]) -> TraceRequest | None:
         return None  # the request failed
     prompt = usage["prompt_tokens"] if "prompt_tokens" in usage else usage["input_tokens"]
     output = usage.get("completion_tokens", usage.get("output_tokens", 0))
-    return TraceRequest(0.0, _count(prompt), output)
+    return TraceRequest(0.0, _count_prompt(prompt), _count_output(output))
 
 
 _PARSERS: dict[str, Callable[[dict[str, Any]], TraceRequest | None]] = {  # by a key of the first line
@@ -158,10 +166,35 @@ _PARSERS: dict[str, Callable[[dict[str, Any]], TraceRequest | None]] = {  # by a
 }
 
 
-def _count(tokens: int) -> int:
-    if tokens < 1:
-        raise _LineError(f"a prompt must have a token, got {tokens}")
-    return tokens
+def _count_prompt(tokens: object) -> int:
+    return _read_integer(tokens, "a prompt's tokens", 1, _MOST_TOKENS)
+
+
+def _count_output(tokens: object) -> int:
+    return _read_integer(tokens, "an answer's tokens", 0, _MOST_TOKENS)
+
+
+def _read_block(number: object) -> int:
+    return _read_integer(number, "a hash id", 0, _FIRST_FREE_ID - 1)
+
+
+def _read_integer(value: object, what: str, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise _LineError(f"{what} must be an integer in [{least}, {most}], got {shorten(value)}")
+    return value
+
+
+def _read_seconds(value: object) -> float:
+    """Returns a time since the start, or a duration; the unit is the caller's."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e18:  # not NaN either
+        raise _LineError(f"a time must be a number of at least 0 and below 1e18, got {shorten(value)}")
+    return float(value)
+
+
+def _read_time(stamp: str) -> float:
+    """Returns a date and time in seconds since 1970; without a zone it is UTC."""
+    found = datetime.fromisoformat(stamp)
+    return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
 
 
 def make_requests(trace: Iterable[TraceRequest], *, rate_scale: float = 1.0) -> Iterator[Request]:
@@ -175,7 +208,7 @@ def make_requests(trace: Iterable[TraceRequest], *, rate_scale: float = 1.0) -> 
         rate_scale: requests arrive so many times as fast.
     """
     known: dict[str, Tenant] = {}
-    next_id = 2**40  # above the numbers of blocks
+    next_id = _FIRST_FREE_ID
     for index, each in enumerate(trace):
         length = each.num_prompt_tokens
         if each.blocks:

@@ -232,3 +232,17 @@ def test_flags_become_options(tmp_path: Path) -> None:
         "--ignore-eos",
     )
     assert found == DatasetOptions("custom", dataset_path=str(path), custom_output_len=3, seed=4, ignore_eos=True)
+
+
+def test_ids_are_drawn_of_a_vocabulary_of_any_size() -> None:
+    options = DatasetOptions("random", num_prompts=2, random_input_len=5, random_output_len=1)
+    first, second = make_requests(options, vocab_size=10**9)
+    ids = (first.prompt_token_ids or ()) + (second.prompt_token_ids or ())
+    assert len(ids) == 10 and all(0 <= each < 10**9 for each in ids)
+
+
+def test_a_trace_with_impossible_times_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("gap_seconds,prompt_tokens,output_tokens\nnan,1,1\n")
+    with pytest.raises(ConfigError, match=r"^dataset_path: .*line 2: a time must be"):
+        make_requests(DatasetOptions("trace", dataset_path=str(path)), vocab_size=9)

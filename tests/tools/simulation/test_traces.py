@@ -112,6 +112,54 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
     assert caught.value.field == "trace"
 
 
+OWN = "gap_seconds,prompt_tokens,output_tokens\n"
+LOGGED = {"time": "2026-11-22T10:00:00+00:00", "logger": "jaxserve.access", "seconds": 1.0, "prompt_tokens": 2}
+LOGGED |= {"output_tokens": 3}
+
+
+@pytest.mark.parametrize("time", [1e308, 1e30, -1.0, float("nan"), float("inf"), "1", None, True, [1], 10**400])
+def test_times_out_of_range_are_named_in_every_format(tmp_path: Path, time: object) -> None:
+    lines = [json.dumps(MOONCAKE[0] | {"timestamp": time}), json.dumps(LOGGED | {"seconds": time})]
+    for line in (
+        lines if time is None else [*lines, f"{OWN}{time},1,1\n"] if time != "1" and time is not True else lines
+    ):
+        with pytest.raises(ConfigError, match=r"^trace: .*, line [12]: ") as caught:
+            read_trace(write(tmp_path, line))
+        assert caught.value.field == "trace" and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("count", [-1, 2**24 + 1, 10**18, 1.5, float("nan"), float("inf"), "7", None, True, {}])
+def test_lengths_out_of_range_are_named_in_every_format(tmp_path: Path, count: object) -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 3}
+    for record in (
+        *(MOONCAKE[0] | {name: count} for name in ("input_length", "output_length")),
+        MOONCAKE[0] | {"hash_ids": [46, -1 if isinstance(count, int) else count]},
+        *(LOGGED | {name: count} for name in ("prompt_tokens", "output_tokens") if count is not None),
+        *({"response": {"body": {"usage": usage | {name: count}}}} for name in usage),
+    ):
+        with pytest.raises(ConfigError, match="line 1: "):
+            read_trace(write_lines(tmp_path, record))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n0001-01-01 00:00:00,5,5\n9999-12-31 23:59:59,5,5\n",
+        f"{OWN}1,1,1\n1e17,1,1\n",
+        json.dumps(MOONCAKE[0]) + "\n" + json.dumps(MOONCAKE[1] | {"timestamp": 1e17}),
+    ],
+)
+def test_a_trace_of_more_than_a_year_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"at most 3\.16e\+07 s"):
+        read_trace(write(tmp_path, text))
+
+
+def test_a_deep_line_is_no_recursion_error(tmp_path: Path) -> None:
+    for text in ("[" * 100_000, json.dumps(MOONCAKE[0]) + "\n" + "[" * 100_000, json.dumps(MOONCAKE[0]) + "\n[]"):
+        with pytest.raises(ConfigError):
+            read_trace(write(tmp_path, text))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.csv"):
         read_trace(tmp_path / "none.csv")
