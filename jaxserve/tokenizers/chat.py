@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.tokenizers.messages import check_messages, check_tools, copy_json, rename_reasoning, wrap_arguments
-from jaxserve.tokenizers.template import name_variable, render_template
+from jaxserve.tokenizers.renderer import render_apart
+from jaxserve.tokenizers.template import name_variable
 
 _READS_MEMBERS = re.compile(r"\|\s*items\b|\.items\(")  # of arguments, in templates that write each by its name
 Renderer = Callable[..., str]  # with the arguments of `render_template`
@@ -59,7 +60,7 @@ def encode_chat(
         add_generation_prompt: end with the beginning of the assistant's answer.
         continue_final_message: end with the content of the last message, which the model then continues; it must be
             the assistant's. Needs `add_generation_prompt=False`.
-        render: replaces `render_template`, for example by `TemplateRenderer.render`.
+        render: replaces `render_apart`, for example by another `TemplateRenderer`'s method.
         variables: further variables of the template, which it must read; any JSON values.
         defaults: such variables for templates that read them.
 
@@ -94,7 +95,7 @@ def encode_chat(
         end = _choose_unused(template + escape, texts)
         checked[-1]["content"] += end
     values = {**tokenizer.named_tokens, **given, "add_generation_prompt": add_generation_prompt}
-    text = (render or render_template)(template, checked, values, tools=described, must_read=list(variables or ()))
+    text = (render or render_apart)(template, checked, values, tools=described, must_read=list(variables or ()))
     if end:
         text = _cut_at(text, end, f"messages[{len(checked) - 1}].content")
     ids = tokenizer.encode(text, add_special_tokens=False, allow_special=True, escape=escape)

@@ -6,6 +6,9 @@ than one that a request brings.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,12 +17,13 @@ from pathlib import Path
 from typing import Any, final
 
 from jaxserve.errors import InvalidRequestError, JaxServeError, TokenizerError, shorten
-from jaxserve.tokenizers import template as template_program
 from jaxserve.tokenizers.template import read_reply
 from jaxserve.workers import Worker, WorkerEndedError, WorkerStartError, WorkerTimeoutError
 
 MEMORY_BYTES = 256 << 20  # address space beyond what a process needs at rest; the longest text takes 150 MiB
 MAX_PROCESSES = 2
+_PROGRAM = Path(__file__).with_name("template.py")
+_LIMIT_S = 30.0  # of `render_apart`
 
 
 class RenderTimeoutError(InvalidRequestError):
@@ -130,7 +134,7 @@ class TemplateRenderer:
 
     def _make_worker(self) -> Worker:
         return Worker(
-            Path(template_program.__file__),
+            _PROGRAM,
             lambda: {"templates": self._templates},
             name="the renderer of chat templates",
             time_limit_s=self._time_limit_s,
@@ -158,3 +162,28 @@ class TemplateRenderer:
 
 def _make_timeout(limit_s: float) -> RenderTimeoutError:
     return RenderTimeoutError(f"takes more than {limit_s:.2g} s on these messages", field="chat_template")
+
+
+def render_apart(
+    template: str,
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    must_read: Sequence[str] = (),
+) -> str:
+    """Returns the text of `render_template`, made by processes that all callers share.
+
+    Raises:
+        InvalidRequestError, TokenizerError, WorkerStartError: as `TemplateRenderer.render`; after 30 s it is a
+            RenderTimeoutError.
+    """
+    return _get_shared().render(template, messages, variables, tools=tools, must_read=must_read)
+
+
+@functools.cache
+def _get_shared() -> TemplateRenderer:
+    renderer = TemplateRenderer(time_limit_s=_LIMIT_S)
+    atexit.register(renderer.close)
+    os.register_at_fork(after_in_child=_get_shared.cache_clear)  # a child would read its parent's replies
+    return renderer

@@ -1,8 +1,8 @@
 """Chat templates: Jinja that came with a downloaded model, rendered in a sandbox.
 
 A template cannot reach Python's internals, files or the network, and its output is bounded. It can still burn processor
-time and memory, so the server renders in processes that can be killed (`renderer.py`); this file is their program, by
-`prepare`. The Python API renders its caller's templates in place.
+time and memory, so it is rendered in processes that can be killed (`renderer.py`); this file is their program, by
+`prepare`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
-from jaxserve.tokenizers import Tokenizer, load_tokenizer, template
+from jaxserve.tokenizers import Tokenizer, load_tokenizer, renderer, template
 from jaxserve.tokenizers.chat import encode_chat
 from tests.examples import scale_examples
 from tests.tokenizers import builders
@@ -144,11 +144,23 @@ def test_the_template_refuses_a_conversation() -> None:
     assert render_chat(source, [{"role": "system", "content": ""}]) == "ok"
 
 
+def test_a_template_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "_LIMIT_S", 0.5)
+    renderer._get_shared.cache_clear()
+    try:
+        with pytest.raises(InvalidRequestError, match=r"^chat_template: takes more than"):
+            render_chat("{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4, HI)
+        renderer._get_shared().close()
+    finally:
+        renderer._get_shared.cache_clear()
+    assert render_chat("{{ messages[0].content }}", HI) == HI[0]["content"]
+
+
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "MAX_RENDERED_CHARS", 1000)
     source = "{% for i in range(99999) %}{% for j in range(99999) %}0123456789{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequestError, match="1000 characters"):
-        render_chat(source, HI)
+        render_chat(source, HI, render=template.render_template)
     assert render_chat("{{ messages[0].content }}", [{"role": "user", "content": "x" * 1000}]) == "x" * 1000
 
 
