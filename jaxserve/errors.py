@@ -89,9 +89,12 @@ class EngineStoppedError(JaxServeError, RuntimeError):
 
 
 class QueueFullError(JaxServeError, RuntimeError):
-    """The queue is full; the request was not queued, and can be tried again later."""
+    """The queue is full, or the wait in it too long; the request was not queued, and can be tried again later.
 
-    def __init__(self, message: str, *, limit: int, queued: int) -> None:
+    `limit`, and what reaches it now, `queued`: sequences, prompt tokens, or seconds of waiting.
+    """
+
+    def __init__(self, message: str, *, limit: float, queued: float) -> None:
         super().__init__(message)
         self.limit = limit
         self.queued = queued

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]  # {"role": ..., "content": text}
 Prompt = str | Mapping[str, Any] | Sequence[int]  # text, a mapping with _PROMPT_KEYS, or token ids
+GrammarSource = Callable[[StructuredOutputsParams], Any]  # returns a compiled grammar
 _SEED_BITS = 2**64 - 1
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -63,19 +64,21 @@ class RequestFactory:
         *,
         request_id: str | None = None,
         task: Task = Task.GENERATE,
+        compile_grammar: GrammarSource | None = None,
         **schedule: Unpack[Schedule],
     ) -> Request:
         """Returns the request to continue a prompt. A prompt's own `cache_salt` takes precedence.
 
         Args:
             task: GENERATE or READ.
+            compile_grammar: replaces `grammars.compile`.
 
         Raises:
             InvalidRequestError: names what is wrong with the prompt, the parameters or the schedule.
         """
         fields = _check_schedule(prompt, schedule)
         text, token_ids = self._read(prompt)
-        return replace(self._make(text, token_ids, params, request_id, task), **fields)
+        return replace(self._make(text, token_ids, params, request_id, task, compile_grammar), **fields)
 
     def make_chat(
         self,
@@ -92,11 +95,13 @@ class RequestFactory:
         service_tier: ServiceTier | str = ServiceTier.DEFAULT,
         tenant: Tenant = DEFAULT_TENANT,
         deadline: float | None = None,
+        compile_grammar: GrammarSource | None = None,
         **template_options: Any,
     ) -> Request:
         """Returns the request to answer a conversation, rendered by `chat_template` or else the tokenizer's own.
 
-        The other arguments are those of `encode_chat` (tools, variables, defaults, `render`) and of `Schedule`.
+        The other arguments are those of `make`, of `encode_chat` (tools, variables, defaults, `render`) and of
+        `Schedule`.
 
         Raises:
             InvalidRequestError: names what is wrong with the messages or the parameters.
@@ -118,7 +123,8 @@ class RequestFactory:
             continue_final_message=continue_final_message,
             **template_options,
         )
-        return replace(self._make(text, self._check_token_ids(ids), params, request_id), **fields)
+        made = self._make(text, self._check_token_ids(ids), params, request_id, compile_grammar=compile_grammar)
+        return replace(made, **fields)
 
     def make_embedding(
         self,
@@ -150,6 +156,7 @@ class RequestFactory:
         params: SamplingParams,
         request_id: str | None,
         task: Task = Task.GENERATE,
+        compile_grammar: GrammarSource | None = None,
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be SamplingParams", field="sampling_params", value=params)
@@ -165,7 +172,8 @@ class RequestFactory:
         _check_logprobs("prompt_logprobs", params.prompt_logprobs, limit_prompt_logprobs(self._max_logprobs))
         if params.extra_args is not None:
             params = replace(params, extra_args=self._order_arguments(params.extra_args))
-        grammar = self._compile_grammar(params.structured_outputs)
+        form = params.structured_outputs
+        grammar = None if form is None else (compile_grammar or self.grammars.compile)(form)
         has_ids = params.allowed_token_ids is not None or params.suppress_tokens  # they take an automaton's place
         return Request(
             request_id=self._name(request_id),
@@ -194,26 +202,22 @@ class RequestFactory:
         most = self._max_model_len - (task is Task.GENERATE)
         return None, token_ids[-(most if count < 0 else count) :]
 
-    def _compile_grammar(self, params: StructuredOutputsParams | None) -> Any:
-        if params is None:
-            return None
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles and keeps grammars; InvalidRequestError without a tokenizer."""
         if self._tokenizer is None:
-            message = "needs a tokenizer, and there is none"
-            raise InvalidRequestError(message, field="structured_outputs", value=params)
-        return self._get_compiler(self._tokenizer).compile(params)
-
-    def _get_compiler(self, tokenizer: Tokenizer) -> GrammarCompiler:
+            raise InvalidRequestError("needs a tokenizer, and there is none", field="structured_outputs", value=None)
         if self._grammars is None:
             from jaxserve.features.grammars import GrammarCompiler
 
-            self._grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size)
+            self._grammars = GrammarCompiler(self._tokenizer, vocab_size=self._vocab_size)
         return self._grammars
 
     def warm_up(self) -> None:
         """Starts the grammar compiler's process ahead of the first grammar; needs a tokenizer and llguidance."""
         if self._tokenizer is not None:
             with contextlib.suppress(InvalidRequestError):  # raised again for a request with a grammar
-                self._get_compiler(self._tokenizer).warm_up()
+                self.grammars.warm_up()
 
     def _order_arguments(self, arguments: Mapping[str, float]) -> dict[str, float]:
         """Returns the logits processor's arguments in the order that it declares."""

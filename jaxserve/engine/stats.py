@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,8 +10,6 @@ from jaxserve.core.scheduler.scheduler_counts import SchedulerCounts
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_counts import AttentionStats
 from jaxserve.request import ServiceTier
-
-_PACE_WINDOW = 10.0  # seconds with work
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +95,6 @@ class RowStats:
     priority: int
     service_tier: ServiceTier
     tenant: str  # its name; empty: none
-
-
-class QueuePace:
-    """The recent rate, over time with work, at which prompts leave the queue. For one thread only."""
-
-    def __init__(self) -> None:
-        self._older = self._newer = (0.0, 0)  # (seconds with work, prompt tokens admitted), at least a window apart
-
-    def seconds_to_admit(self, engine: Engine) -> float:
-        """Returns the seconds until all that waits now is admitted at the recent rate; infinity if nothing moves."""
-        counts, scheduler = engine.counts, engine.scheduler
-        now = counts.wait_seconds + counts.busy_seconds, scheduler.counts.num_admitted_tokens
-        if now[0] - self._newer[0] >= _PACE_WINDOW:
-            self._older, self._newer = self._newer, now
-        seconds, tokens = now[0] - self._older[0], now[1] - self._older[1]
-        if tokens:
-            return scheduler.waiting.num_new_tokens * seconds / tokens
-        return math.inf if scheduler.waiting.num_new and seconds >= _PACE_WINDOW else 0.0
 
 
 def read_stats(engine: Engine) -> EngineStats:

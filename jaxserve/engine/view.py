@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.engine.build import ReadyEngine
-from jaxserve.engine.stats import QueuePace, read_page_map
+from jaxserve.engine.stats import read_page_map
 from jaxserve.request import Rank, Tenant
 
 
@@ -12,7 +12,6 @@ class EngineView:
 
     def __init__(self, ready: ReadyEngine) -> None:
         self._ready = ready
-        self._pace = QueuePace()
 
     def draw_pages(self) -> str:
         """Returns the states of the largest KV pool's pages, one digit per cell; see `PagePool.draw`."""
@@ -36,13 +35,27 @@ class EngineView:
             "enable_prefix_caching": shapes.config.cache.enable_prefix_caching,
         }
 
-    def bound_queue(self, most: int) -> None:
-        """Limits the waiting sequences to `most`, unless an option sets the limit. Call it before any request."""
-        self._ready.engine.scheduler.door.bound_sequences(most)
+    def bound_queue(self, most: int, seconds: float) -> None:
+        """Limits the queue. Call it before any request.
 
-    def refuse_if_full(self, rank: Rank, tenant: Tenant) -> None:
-        """Raises QueueFullError if the queue has no room for any request of this rank and tenant."""
-        self._ready.engine.scheduler.door.refuse_if_full(rank, tenant)
+        Args:
+            most: sequences that may wait, unless an option sets the limit.
+            seconds: the longest wait that a request may expect (`Door.bound_wait`).
+        """
+        door = self._ready.engine.scheduler.door
+        door.bound_sequences(most)
+        door.bound_wait(seconds)
+
+    def refuse_if_full(self, rank: Rank, tenant: Tenant, *, checks_wait: bool = False) -> None:
+        """Raises QueueFullError if the queue has no room for any request of this rank and tenant.
+
+        Args:
+            checks_wait: also if such a request would wait too long; its tier must be known.
+        """
+        door = self._ready.engine.scheduler.door
+        door.refuse_if_full(rank, tenant)
+        if checks_wait:
+            door.refuse_if_late(rank, tenant)
 
     def count_idle_rows(self) -> int:
         """Returns how many sequences more would get a row without waiting."""
@@ -50,5 +63,6 @@ class EngineView:
         return max(0, scheduler.door.idle_rows - scheduler.waiting.num_new)
 
     def seconds_to_admit(self) -> float:
-        """Returns the seconds until all that waits now is admitted at the recent rate. Call it on one thread only."""
-        return self._pace.seconds_to_admit(self._ready.engine)
+        """Returns the seconds until all that waits now is admitted at the recent pace; see `QueuePace.estimate`."""
+        scheduler = self._ready.engine.scheduler
+        return scheduler.door.pace.estimate(scheduler.waiting.num_new)

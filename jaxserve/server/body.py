@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,9 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from jaxserve.server.errors import ApiError, explain_validation
 from jaxserve.server.gate import too_large
 from jaxserve.server.generation import make_request_options
+from jaxserve.server.grammar_lane import NewGrammarError
 from jaxserve.server.protocol.fields import Body
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import ServerState
+from jaxserve.structured_params import StructuredOutputsParams
 
 _PREPARE_HERE = 2048  # bytes; smaller bodies are rendered and tokenized on the event loop
 _SLOW_FIELDS = ("response_format", "structured_outputs", "text", "tools", "bad_words", "chat_template")
@@ -69,18 +72,48 @@ def _parse[B: Body](raw: bytes, kind: type[B]) -> B:
 async def prepare[B: Body, T](
     request: Request, body: B, state: ServerState, make: Callable[[B, ServerState, dict[str, Any]], T]
 ) -> T:
-    """Returns `make(body, state, options)`, run in a thread unless the body is short."""
+    """Returns `make(body, state, options)`, run in a thread unless the body is short.
+
+    A new grammar is compiled apart, because it may take long. What is made then is made once more.
+    """
     options = make_request_options(request, body, state)
-    preparation = state.preparation
-    made: T
-    if _is_short(request, body):
-        made = await preparation.run_quickly(make, body, state, options)
-    else:
-        brings_template = getattr(body, "chat_template", None) is not None
-        made = await preparation.run(make, body, state, options, brings_template=brings_template)
+    longest_wait = state.config.limits.find_longest_wait(options["service_tier"])
+    known: dict[str, Any] = {}  # grammars by key
+    options["compile_grammar"] = partial(_find_grammar, state, known)
+    while True:
+        try:
+            made = await _prepare(request, body, state, partial(make, body, state, options), longest_wait)
+            break
+        except NewGrammarError as new:
+            owner, compile_it = get_context(request.scope).salt, state.engine.requests.grammars.compile
+            known[new.params.key] = await state.grammars.compile(
+                compile_it, new.params, owner=owner, longest_wait=longest_wait
+            )
     if (share := get_context(request.scope).body_share) is not None:
         share.close()
     return made
+
+
+async def _prepare[T](
+    request: Request, body: Body, state: ServerState, make: Callable[[], T], longest_wait: float | None
+) -> T:
+    made: T
+    if _is_short(request, body):
+        made = await state.preparation.run_quickly(make, longest_wait=longest_wait)
+    else:
+        brings_template = getattr(body, "chat_template", None) is not None
+        made = await state.preparation.run(make, brings_template=brings_template, longest_wait=longest_wait)
+    return made
+
+
+def _find_grammar(state: ServerState, known: Mapping[str, Any], params: StructuredOutputsParams) -> Any:
+    """Returns a compiled grammar; NewGrammarError where it must be compiled first."""
+    grammar = known.get(params.key)
+    if grammar is None:
+        grammar = state.engine.requests.grammars.find(params)
+    if grammar is None:
+        raise NewGrammarError(params)
+    return grammar
 
 
 def _is_short(request: Request, body: Body) -> bool:

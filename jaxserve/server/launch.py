@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
+import math
 import os
 import signal
 import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -43,6 +46,7 @@ _log = logging.getLogger(__name__)
 _SWITCH_INTERVAL = 0.001  # seconds; the engine's thread must not wait long for the event loop to release the GIL
 _WATCH_INTERVAL = 0.5  # seconds
 _CLOSING_TIME = 2  # seconds for connections to close after the last answer, and for the engine to finish its last step
+_LAST_SECONDS = 10  # for what comes after that, Python's own exit included
 _QUEUED_PER_ROW = 4  # sequences that may wait, unless an option says how many
 _INSTANT = 0.1  # seconds; with 0, uvicorn logs a spurious error
 _NO_KEY_HINT = "add --api-key, or --allow-no-key if everyone who reaches the port may use it"
@@ -148,7 +152,8 @@ def start_engine(state: ServerState, on_stop: Callable[[JaxServeError], None]) -
     """
     early = state.config.serving.serve_while_warming
     llm = AsyncLLM.from_config(state.engine_config, progress=state.show_progress, on_stop=on_stop, only_largest=early)
-    llm.view.bound_queue(_QUEUED_PER_ROW * llm.limits.max_num_seqs)
+    longest_wait = state.config.limits.max_queue_wait or math.inf
+    llm.view.bound_queue(_QUEUED_PER_ROW * llm.limits.max_num_seqs, longest_wait)
     llm.requests.warm_up()  # its process needs file descriptors, which may run out later
     state.open(llm)
     return llm
@@ -213,24 +218,32 @@ def read_server_keys(config: ServerConfig) -> Keys:
 
 
 def _end(server: Server, state: ServerState) -> None:
-    """Shuts the engine down. Threads that do not end are killed with the process."""
+    """Shuts the engine down and sends the last traces. What does not end in time is killed with the process."""
+    faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True)  # also if Python's own exit hangs; it shows where
     state.preparation.close()
-    leaves_threads = server.force_exit or server.building.is_alive() or state.preparation.is_busy
-    if state.llm is not None and not server.force_exit:
-        ending = _end_engine(state.llm)
-        ending.join(_CLOSING_TIME)
-        if ending.is_alive():
-            leaves_threads = True
-            _log.error("the engine's last step did not end in time")
+    leaves_threads = server.force_exit or server.building.is_alive() or state.is_preparing
+    if not server.force_exit:
+        endings = [_start_ending(state.tracer.shutdown, "sending the last traces")]
+        if state.llm is not None:
+            endings.append(_end_engine(state.llm))
+        deadline = time.monotonic() + _CLOSING_TIME
+        for ending in endings:
+            ending.join(max(0.0, deadline - time.monotonic()))
+            if ending.is_alive():
+                leaves_threads = True
+                _log.error("%s did not end in time", ending.name)
     if leaves_threads:  # Python's normal exit would wait for them
         logging.shutdown()
         os._exit(0 if server.failure is None else 2)
-    state.tracer.shutdown()
 
 
 def _end_engine(llm: AsyncLLM) -> threading.Thread:
     """Aborts running requests; returns the thread that waits for the engine's last step."""
-    ending = threading.Thread(target=llm.shutdown, name="jaxserve-end", daemon=True)
+    return _start_ending(llm.shutdown, "the engine's last step")
+
+
+def _start_ending(end: Callable[[], None], name: str) -> threading.Thread:
+    ending = threading.Thread(target=end, name=name, daemon=True)
     ending.start()
     return ending
 

@@ -124,7 +124,7 @@ class LogWriter(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.dropped = 0
-        self._closed = False
+        self._closed = self._is_stuck = False  # stuck: nobody reads the stream
         self._stream = stream
         # Not a queue.Queue: a signal handler that logs would deadlock on the lock held by the interrupted thread.
         self._lines: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
@@ -146,12 +146,12 @@ class LogWriter(logging.Handler):
         self.dropped += 1
 
     def flush(self) -> None:
-        """Waits for the lines logged so far to be written, for a bounded time."""
-        if self._closed or threading.current_thread() is self._thread:
+        """Waits for the lines logged so far to be written, for a bounded time, and not again while nothing is."""
+        if self._closed or self._is_stuck or threading.current_thread() is self._thread:
             return
         done = threading.Event()
         self._lines.put(done)
-        done.wait(_FLUSH_SECONDS)
+        self._is_stuck = not done.wait(_FLUSH_SECONDS)
 
     def close(self) -> None:
         """Writes the remaining lines and ends the thread. Calling it again does nothing."""
@@ -174,6 +174,7 @@ class LogWriter(logging.Handler):
                     self._write(line)
             with contextlib.suppress(OSError, ValueError):
                 self._stream.flush()
+            self._is_stuck = False
             for item in items:
                 if isinstance(item, threading.Event):
                     item.set()

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import build_config, check_at_least, check_choices, option
-from jaxserve.request import PRIORITIES
+from jaxserve.request import PRIORITIES, ServiceTier
 from jaxserve.sampling_params import MAX_COMPLETIONS
 from jaxserve.server.acceptance import LEVELS
 from jaxserve.vllm_options import drop_harmless
@@ -75,6 +75,9 @@ class LimitOptions:
     max_streams: int = option(2048, "requests being answered at once; more get 429")
     max_prompts: int = option(2048, "prompts of one completion or embedding request")
     max_prompt_logprobs: int = option(2**18, "log-probabilities of prompt tokens in one answer")
+    max_queue_wait: float = option(
+        5.0, "seconds that a request may expect to wait for its first step; more get 429 at once; 0: any, as for flex"
+    )
     max_n: int = option(MAX_COMPLETIONS, "completions of one prompt")
     max_sequences_per_request: int = option(256, "prompts x n of one request; never more than 4 x max_num_seqs")
     max_priority: int = option(0, "the best priority that a request may ask for; smaller numbers run first")
@@ -84,7 +87,10 @@ class LimitOptions:
     keep_alive_timeout: float = option(
         75.0, "seconds that an idle connection stays open; longer than the pools of clients and proxies keep one"
     )
-    template_timeout: float = option(30.0, "seconds for templates, tokenizing and grammars of one request")
+    template_timeout: float = option(30.0, "seconds for the template and the texts of one request")
+    max_grammar_time: float = option(
+        10.0, "seconds a minute for compiling new grammars of one key; more get 429; 0: no limit"
+    )
 
     def __post_init__(self) -> None:
         check_at_least(self, max_body_bytes=1, max_body_bytes_total=1, max_header_bytes=1024)
@@ -100,6 +106,12 @@ class LimitOptions:
             "template_timeout",
         ):
             _require_seconds(name, getattr(self, name))
+        for name in ("max_queue_wait", "max_grammar_time"):
+            _require_seconds(name, getattr(self, name), least=0.0)
+
+    def find_longest_wait(self, tier: ServiceTier) -> float | None:
+        """Returns the seconds that a request of this tier may wait for its turn; None: no limit."""
+        return None if tier == ServiceTier.FLEX else self.max_queue_wait or None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.request import PRIORITIES
 from jaxserve.server.app import make_app
 from jaxserve.server.batch_files import BatchLine, BatchOutput, LineError, name_line, read_lines, scan_input
+from jaxserve.server.grammar_lane import GrammarLane
 from jaxserve.server.launch import make_state
 from jaxserve.server.logs import configure_logging
 from jaxserve.server.options import ServerConfig
@@ -85,8 +86,14 @@ def run_batch(
             llm = AsyncLLM.from_config(engine, progress=progress)
             state.open(llm)
             most = max_concurrent or _REQUESTS_PER_ROW * llm.limits.max_num_seqs
-            limits = replace(server.limits, max_streams=max(most, 1), max_priority=PRIORITIES.start)
-            state.config = replace(server, limits=limits)
+            limits = replace(
+                server.limits,
+                max_streams=max(most, 1),
+                max_priority=PRIORITIES.start,
+                max_queue_wait=0.0,
+                max_grammar_time=0.0,
+            )
+            state.config, state.grammars = replace(server, limits=limits), GrammarLane(limits.max_grammar_time)
             state.max_sequences = limits.max_prompts * limits.max_n  # there are no other clients
             try:
                 with progress("Answering", unit="lines") as report:

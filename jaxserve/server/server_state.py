@@ -22,6 +22,7 @@ from jaxserve.errors import ConfigError, InvalidRequestError, QueueFullError
 from jaxserve.request import Rank
 from jaxserve.server.budget import BodyBudget
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.grammar_lane import GrammarLane
 from jaxserve.server.keys import KeyRights
 from jaxserve.server.logprobs import TokenTexts
 from jaxserve.server.metrics import ServerMetrics
@@ -83,12 +84,14 @@ class ServerState:
     bodies: BodyBudget = field(init=False)  # bytes of bodies being read and prepared
     fingerprint: str = ""  # `system_fingerprint` of answers: version and engine options
     preparation: Preparation = field(init=False)
+    grammars: GrammarLane = field(init=False)
 
     def __post_init__(self) -> None:
         self.max_sequences = self.config.limits.max_sequences_per_request
         digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
         self.bodies = BodyBudget(self.config.limits.max_body_bytes_total)
         self.preparation = Preparation(self.config.limits.template_timeout)
+        self.grammars = GrammarLane(self.config.limits.max_grammar_time)
         self.fingerprint = f"jaxserve-{__version__}-{digest[:8]}"
 
     @property
@@ -105,6 +108,11 @@ class ServerState:
     def is_stuck(self) -> bool:
         """Whether there is work, and no step has ended within the watchdog's timeout."""
         return self.llm is not None and self.llm.stalled_seconds() > self.config.serving.watchdog_timeout
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a thread works on a request; Python's normal exit would wait for it."""
+        return self.preparation.is_busy or self.grammars.is_busy
 
     @property
     def engine(self) -> AsyncLLM:
@@ -163,11 +171,11 @@ class ServerState:
         """Refuses a request early that could only be refused later; ApiError 429 or 503.
 
         Args:
-            rank: None while it is unknown; the best that the key may have is assumed.
+            rank: None while it is unknown; the best that the key may have is assumed, and any wait is right.
         """
         assumed = rights.find_best_rank(self.config.limits.max_priority) if rank is None else rank
         try:
-            self.engine.view.refuse_if_full(assumed, rights.tenant)
+            self.engine.view.refuse_if_full(assumed, rights.tenant, checks_wait=rank is not None)
         except QueueFullError as error:
             self.metrics.count("queue_full")
             raise to_api_error(error, self.retry_after()) from error

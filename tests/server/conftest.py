@@ -14,10 +14,10 @@ from jaxserve.server.logs import _LIBRARIES, LogWriter
 from tests.server.pressure import probe
 from tests.server.running import RunningServer, run_server
 
-# Many tests send more at once than the default queue of 8 rows would take.
+# Many tests send more at once than the default queue of 8 rows would take, and machines may be slow.
 ALL_PROGRAMS = (
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--max-model-len", "1024"),
-    *("--max-num-queued-reqs", "4096"),
+    *("--max-num-queued-reqs", "4096", "--max-queue-wait", "0"),
 )
 # Compiling takes most of the time of these tests: one bucket of each kind.
 FEW_PROGRAMS = ("--precompile-bs-paddings", "8", "--precompile-token-paddings", "128")

@@ -402,19 +402,14 @@ def test_retry_after_is_what_the_queue_takes() -> None:
     for number in range(21):
         engine.add_request(greedy(f"r{number}", range(10), 1))
     assert state.retry_after() == 1, "nothing is known yet"
-    engine.counts.wait_seconds = 20.0
+    pace = engine.scheduler.door.pace
+    for second in range(20):
+        pace.note(second, 0, waits=True)
     assert state.retry_after() == 60, "nothing has moved"
-    while engine.scheduler.counts.num_admitted_tokens < 50:
-        engine.step()
-    engine.counts.wait_seconds = 25.0
-    assert state.retry_after() == 60  # 5 requests in 25 s, and 16 wait
-    engine.counts.wait_seconds = 32.0  # a window after the first look: what was before it counts no more
-    state.retry_after()
-    engine.counts.wait_seconds = 42.0
-    state.retry_after()
-    while engine.scheduler.counts.num_admitted_tokens < 160:
-        engine.step()
-    assert 1 < state.retry_after() < 60
+    pace.note(20.0, 1, waits=True)
+    assert state.retry_after() == 60  # one in 20 s, and 21 wait
+    pace.note(21.0, 31, waits=True)
+    assert 4 <= state.retry_after() <= 8
     while engine.has_unfinished:
         engine.step()
     assert state.retry_after() == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as List
@@ -9,7 +10,7 @@ from typing import Protocol
 
 from jaxserve.core.scheduler.sequence import Sequence
 from jaxserve.core.scheduler.step_plan import ChunkWork
-from jaxserve.request import Rank
+from jaxserve.request import Rank, Tenant
 
 _OUTPUT_WEIGHT = 2  # an output token costs as much as so many prompt tokens
 
@@ -27,6 +28,10 @@ class TurnOrder(Protocol):
 
     def choose(self, heads: List[Sequence]) -> Sequence:
         """Returns the first in line among the first of each lane."""
+        ...
+
+    def count_turns(self, tenant: Tenant, other: Tenant) -> float:
+        """Returns how many sequences of another tenant go before each of a tenant's, if they have the same rank."""
         ...
 
     def charge_prompt(self, sequence: Sequence, chunk: ChunkWork) -> None:
@@ -49,6 +54,9 @@ class ArrivalOrder:
 
     def choose(self, heads: List[Sequence]) -> Sequence:
         return heads[0]
+
+    def count_turns(self, tenant: Tenant, other: Tenant) -> float:
+        return math.inf  # all that came before
 
     def charge_prompt(self, sequence: Sequence, chunk: ChunkWork) -> None:
         pass
@@ -79,6 +87,9 @@ class FairOrder:
 
     def choose(self, heads: List[Sequence]) -> Sequence:
         return min(heads, key=self._find_turn)
+
+    def count_turns(self, tenant: Tenant, other: Tenant) -> float:
+        return other.weight / tenant.weight
 
     def charge_prompt(self, sequence: Sequence, chunk: ChunkWork) -> None:
         end = min(chunk.end, sequence.num_prompt_tokens)

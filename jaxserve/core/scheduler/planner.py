@@ -68,6 +68,11 @@ class Planner:
 
     def plan(self) -> StepPlan | None:
         """Returns the next step; None when nothing can be computed, or not before the next commit."""
+        plan = self._plan()
+        self._door.pace.note(self._clock(), self._counts.num_admitted, waits=self._waiting.num_new > 0)
+        return plan
+
+    def _plan(self) -> StepPlan | None:
         budget = choose_budget(self.limits, self._batch, self._waiting, self._times)
         width, num_drafts = self._choose_width()
         for _ in self._kinds.copy():

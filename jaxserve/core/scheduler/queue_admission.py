@@ -1,17 +1,19 @@
-"""Admission to the queue: its limits, idle rows, and displacement by requests of better priority."""
+"""Admission to the queue: its limits, the wait to expect, and displacement by requests of better priority."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from jaxserve.core.scheduler.limits import SchedulerLimits
+from jaxserve.core.scheduler.pace import QueuePace
 from jaxserve.core.scheduler.running import Batch
 from jaxserve.core.scheduler.sequence import SequenceStatus
 from jaxserve.core.scheduler.waiting import TenantLoad, WaitingQueue
 from jaxserve.errors import InvalidRequestError, QueueFullError
-from jaxserve.request import DEFAULT_TENANT, Rank, Request, Tenant
+from jaxserve.request import DEFAULT_TENANT, Rank, Request, ServiceTier, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,16 @@ class Door:
 
     There is room for a request if the limits let it wait, or if idle rows suffice for it and all that wait. Only
     sequences that wait for their first admission count, and `n` x max_tokens is not reserved. A tenant's requests may
-    fill its `queue_share` of each limit, and at least one sequence.
+    fill its `queue_share` of each limit, and at least one sequence. A server also refuses what would wait too long.
     """
 
-    def __init__(self, limits: SchedulerLimits, waiting: WaitingQueue, batch: Batch) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, waiting: WaitingQueue, batch: Batch, clock: Callable[[], float]
+    ) -> None:
         self.has_pages = True  # whether the last plan had pages for the first in line; set by the planner
+        self.pace = QueuePace()  # written by the planner
+        self._clock = clock
+        self._most_wait: float | None = None  # None: any wait is right
         self._waiting, self._batch, self._num_rows = waiting, batch, limits.max_num_seqs
         self._most_sequences = limits.options.max_num_queued_reqs
         self._most_tokens = limits.options.max_num_queued_tokens
@@ -94,6 +101,35 @@ class Door:
         """Limits the waiting sequences to `default`, unless an option sets the limit."""
         if self._most_sequences is None:
             self._most_sequences = default
+
+    def bound_wait(self, seconds: float) -> None:
+        """Refuses requests whose first step is expected later than in so many seconds, or after their deadline.
+
+        The tier flex has its deadlines only.
+        """
+        self._most_wait = seconds
+
+    def estimate_wait(self, rank: Rank, tenant: Tenant = DEFAULT_TENANT) -> float:
+        """Returns the seconds until a new request of this rank would get a row: its place, at the recent pace.
+
+        0 while rows are idle or the pace is unknown, infinity while the queue stands still. Safe from any thread.
+        """
+        return self.pace.estimate(self._waiting.count_before(rank, tenant) + 1 - self.idle_rows)
+
+    def refuse_if_late(self, rank: Rank, tenant: Tenant = DEFAULT_TENANT, deadline: float | None = None) -> None:
+        """Raises QueueFullError when a new request would wait too long (see `bound_wait`). Safe from any thread."""
+        if self._most_wait is None:
+            return
+        most = math.inf if rank[0] == ServiceTier.FLEX else self._most_wait
+        left = math.inf if deadline is None else max(0.0, deadline - self._clock())
+        seconds = self.estimate_wait(rank, tenant)
+        if seconds > min(most, left):
+            limit = f"max_queue_wait={most:g}" if most <= left else f"its timeout leaves {left:.1f} s"
+            raise QueueFullError(
+                f"the first token is expected in {_say_wait(seconds)}, and {limit}; try again when fewer wait",
+                limit=min(most, left),
+                queued=seconds,
+            )
 
     def refuse_if_full(self, rank: Rank, tenant: Tenant = DEFAULT_TENANT) -> None:
         """Raises QueueFullError when not even the tenant's smallest request of this rank would find room.
@@ -120,6 +156,8 @@ class Door:
         for part in parts:
             if (excess := part.find_excess(part.measure(requests), (0, 0), self._num_rows)) is not None:
                 raise self._explain_size(excess, alone=len(requests) == 1)
+        for rank, tenant, deadline in {(each.rank, each.tenant, each.deadline) for each in requests}:
+            self.refuse_if_late(rank, tenant, deadline)
         displaced: dict[str, tuple[Request, QueueFullError]] = {}
         for part in parts:
             self._make_room(part, requests, displaced)
@@ -169,6 +207,10 @@ class Door:
             "never let in; split it into smaller requests"
         )
         return InvalidRequestError(message, field="n" if is_count and alone else "prompt", value=excess.more)
+
+
+def _say_wait(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 3600 else "an hour or more"
 
 
 def _refuse(excess: _Excess) -> QueueFullError:

@@ -49,7 +49,7 @@ class Scheduler:
         self.widths = WidthChooser(limits, self.times, {} if costs is None else costs) if limits.max_drafts else None
         self.waiting = WaitingQueue(self.turns, lambda sequence: not pages.is_loading(sequence.pages))
         self.batch = Batch(limits.max_num_seqs, pages)
-        self.door = Door(limits, self.waiting, self.batch)
+        self.door = Door(limits, self.waiting, self.batch, clock)
         self.counts = SchedulerCounts()
         self.planner = Planner(
             limits, pages, self.waiting, self.batch, self.door, self.turns, self.times, self.widths, self.counts, clock

@@ -13,6 +13,7 @@ class SchedulerCounts:
 
     num_preemptions: int = 0
     num_tier_misses: int = 0  # steps that took longer than `priority_itl_ms` while a row of that tier decoded
+    num_admitted: int = 0  # sequences, counted at their first admission
     num_admitted_tokens: int = 0  # prompt tokens, counted at a request's first admission
     prefix_queries: int = 0  # tokens looked up in the prefix cache at first admissions
     prefix_hits: int = 0  # tokens found there
@@ -24,6 +25,7 @@ class SchedulerCounts:
 
     def count_admission(self, sequence: Sequence, num_cached: int) -> None:
         """Counts a sequence's first admission with `num_cached` tokens from the prefix cache."""
+        self.num_admitted += 1
         if sequence.index == 0:
             self.num_admitted_tokens += sequence.num_prompt_tokens
         if sequence.pages.is_cached:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from heapq import merge
 
 from jaxserve.core.scheduler.fairness import ArrivalOrder, TurnOrder
 from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus, age
-from jaxserve.request import Rank
+from jaxserve.request import Rank, Tenant
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class WaitingQueue:
         self.num_new = 0  # sequences that were never admitted
         self.num_new_tokens = 0  # prompt tokens of never-admitted requests, once per request
         self.by_tenant: defaultdict[str, TenantLoad] = defaultdict(TenantLoad)  # by tenant's name
+        self._new: dict[tuple[Rank, Tenant], int] = {}  # never-admitted sequences by rank and tenant, none of them 0
         self._turns = turns if turns is not None else ArrivalOrder()
         self._is_ready = is_ready
         self._lanes: dict[str, deque[Sequence]] = {}
@@ -69,6 +71,16 @@ class WaitingQueue:
         ready = (next(filter(self._is_ready, lane), None) for lane in self._lanes.values())
         heads = [head for head in ready if head is not None]
         return self._turns.choose(heads) if heads else None
+
+    def count_before(self, rank: Rank, tenant: Tenant) -> int:
+        """Returns how many never-admitted sequences would go before a tenant's new one. Safe from any thread."""
+        found = list(self._new.items())
+        own = sum(count for (other, whose), count in found if other == rank and whose == tenant)
+        before = own + sum(count for (other, _), count in found if other < rank)
+        for (other, whose), count in found:
+            if other == rank and whose != tenant:
+                before += math.ceil(min(count, (own + 1) * self._turns.count_turns(tenant, whose)))
+        return before
 
     def enter(self, sequences: List[Sequence]) -> None:
         """Counts all sequences of a new request and queues the first."""
@@ -108,6 +120,10 @@ class WaitingQueue:
             self._count(sequence, -1, -sequence.num_prompt_tokens if sequence.index == 0 else 0)
 
     def _count(self, sequence: Sequence, num_sequences: int, num_tokens: int) -> None:
-        for load in (self, self.by_tenant[sequence.request.tenant.name]):
+        request = sequence.request
+        for load in (self, self.by_tenant[request.tenant.name]):
             load.num_new += num_sequences
             load.num_new_tokens += num_tokens
+        key = request.rank, request.tenant
+        if left := self._new.pop(key, 0) + num_sequences:
+            self._new[key] = left

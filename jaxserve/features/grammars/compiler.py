@@ -102,6 +102,12 @@ class GrammarCompiler:
         self._num_bytes = 0
         self._running: dict[str, Future[Grammar | _Refusal]] = {}
 
+    def find(self, params: StructuredOutputsParams) -> Grammar | None:
+        """Returns the grammar of a constraint if it is cached; an InvalidRequestError that is cached is raised."""
+        with self._lock:
+            result = self._look_up(params.key)
+        return None if result is None else _read(params, result)
+
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Returns the grammar of a constraint.
 
@@ -121,10 +127,7 @@ class GrammarCompiler:
             result = running.result()
         elif result is None:
             result = self._compile_once(params, key, mine)
-        if isinstance(result, _Refusal):
-            value = getattr(params, params.kind)
-            raise InvalidRequestError(result.message, field=f"structured_outputs.{params.kind}", value=value)
-        return result
+        return _read(params, result)
 
     def warm_up(self) -> None:
         """Builds the vocabulary and starts the worker, so that the first request does not wait for them.
@@ -201,3 +204,10 @@ class GrammarCompiler:
     def _remove(self, key: str) -> None:
         del self._results[key]
         self._num_bytes -= len(key)
+
+
+def _read(params: StructuredOutputsParams, result: Grammar | _Refusal) -> Grammar:
+    if isinstance(result, _Refusal):
+        value = getattr(params, params.kind)
+        raise InvalidRequestError(result.message, field=f"structured_outputs.{params.kind}", value=value)
+    return result

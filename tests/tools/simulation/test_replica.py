@@ -97,6 +97,25 @@ def test_a_full_queue_refuses_and_better_priorities_displace() -> None:
     assert better.error is None and better.ttft is not None and better.ttft > 40
 
 
+def test_three_times_the_load_leaves_what_is_served_in_time() -> None:
+    """16 rows serve 1.45 requests a second. Three times as many come; each that is let in begins near its bound."""
+    num_seconds, rate = 400, 1.45
+
+    def count_good(most_wait: float) -> int:
+        replica = Replica(make_spec(rows=16, tokens=256, pages=400))
+        replica.scheduler.door.bound_wait(most_wait)
+        found = []
+        for number in range(round(3 * rate * num_seconds)):
+            request = ask(number, number / (3 * rate), tokens=4 + number * 7 % 13)
+            replica.run_until(request.arrival_time)
+            found.append(replica.add(request))
+        replica.run()
+        return sum(each.ttft is not None and each.ttft <= 5 + 4 for each in found)  # a step has a second
+
+    assert count_good(5.0) >= 0.8 * rate * num_seconds
+    assert count_good(float("inf")) < 0.1 * rate * num_seconds
+
+
 def test_equal_prompts_hit_the_prefix_cache() -> None:
     first = ask(0, prompt=100, tokens=1)
     again = replace(first, request_id="again", arrival_time=10.0)
