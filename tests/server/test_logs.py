@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from starlette.types import Scope
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.request import ServiceTier, Tenant
+from jaxserve.server import logs
 from jaxserve.server.keys import KeyRights
 from jaxserve.server.logs import LogWriter, configure_logging, escape, log_access
 from jaxserve.server.request_context import get_context
@@ -322,3 +324,27 @@ def test_configuring_again_replaces_the_handler() -> None:
     old.close()
     logging.shutdown([lambda: new])
     assert len(second.getvalue().splitlines()) == 2, "and no line comes twice"
+
+
+def test_a_log_that_nobody_reads_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            assert released.wait(60)
+            return super().write(text)
+
+    released, pipe = threading.Event(), Pipe()
+    with keep_loggers():
+        writer = configure_logging("info", stream=pipe)
+        logging.getLogger("jaxserve").info("held")
+        monkeypatch.setattr(logs, "_FLUSH_SECONDS", 0.01)
+        writer.flush()
+        monkeypatch.setattr(logs, "_FLUSH_SECONDS", 600.0)
+        writer.flush()  # returns at once: nothing was written since
+        released.set()
+        while not pipe.getvalue():
+            time.sleep(0.01)
+        logging.getLogger("jaxserve").info("read")
+        while writer._is_stuck:
+            time.sleep(0.01)
+        writer.flush()
+        assert "held" in pipe.getvalue() and "read" in pipe.getvalue()
