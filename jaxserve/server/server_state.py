@@ -19,7 +19,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import ProgressLines, Report, say_progress
 from jaxserve.errors import ConfigError, InvalidRequestError, QueueFullError
-from jaxserve.request import Rank
+from jaxserve.request import Rank, ServiceTier
 from jaxserve.server.budget import BodyBudget
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.grammar_lane import GrammarLane
@@ -171,11 +171,12 @@ class ServerState:
         """Refuses a request early that could only be refused later; ApiError 429 or 503.
 
         Args:
-            rank: None while it is unknown; the best that the key may have is assumed, and any wait is right.
+            rank: None while it is unknown; the best that the key may have is assumed.
         """
         assumed = rights.find_best_rank(self.config.limits.max_priority) if rank is None else rank
+        has_limit = rank is not None or ServiceTier.FLEX not in rights.tiers  # else it may turn out to be of that tier
         try:
-            self.engine.view.refuse_if_full(assumed, rights.tenant, checks_wait=rank is not None)
+            self.engine.view.refuse_if_full(assumed, rights.tenant, checks_wait=has_limit)
         except QueueFullError as error:
             self.metrics.count("queue_full")
             raise to_api_error(error, self.retry_after()) from error

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxserve.request import ServiceTier
 from jaxserve.server import body as bodies
 from jaxserve.server.body import MAX_ITEMS, MAX_KEYS, read_body
 from jaxserve.server.budget import FREE_BYTES
@@ -106,7 +107,7 @@ def test_a_body_that_does_not_come_to_its_end_is_given_back() -> None:
 
 
 def test_a_body_is_given_back_when_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "make_request_options", lambda *_: {})
+    monkeypatch.setattr(bodies, "make_request_options", lambda *_: {"service_tier": ServiceTier.DEFAULT})
 
     async def run() -> None:
         sender = Sender(make_state(), prepares=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 from typing import Any
@@ -413,6 +414,28 @@ def test_retry_after_is_what_the_queue_takes() -> None:
     while engine.has_unfinished:
         engine.step()
     assert state.retry_after() == 1
+
+
+@pytest.mark.parametrize(("rights", "status"), [(KeyRights(), 200), (KeyRights(tiers=(ServiceTier.DEFAULT,)), 429)])
+def test_who_would_wait_too_long_is_refused_before_the_body_unless_it_may_be_flex(
+    rights: KeyRights, status: int
+) -> None:
+    state = make_state()
+    engine = serve(state, rows=1)
+    door = engine.scheduler.door
+    door.bound_wait(5.0)
+    engine.add_request(greedy("runs", range(10), 5))
+    engine.step()
+    for second in range(20):
+        door.pace.note(second, 0, waits=True)
+    app = Guard(greet, state, {hash_key(KEYS[0]): rights})
+    answer = ask(app, "/v1/completions", "POST", bearer(KEYS[0]))
+    assert answer.status == status
+    if status == 429:
+        assert "expected in an hour or more, and max_queue_wait=5" in answer.error["message"]
+    for tier, priority in ((ServiceTier.FLEX, 0), (ServiceTier.DEFAULT, 0)):
+        with contextlib.nullcontext() if tier == ServiceTier.FLEX else pytest.raises(ApiError, match="max_queue_wait"):
+            state.refuse_if_full(KeyRights(), (tier, priority))
 
 
 def test_streams_are_counted_while_they_last_however_they_end() -> None:
