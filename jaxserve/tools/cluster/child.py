@@ -1,4 +1,4 @@
-"""Starts a command that does not outlive its parent: `python -m jaxserve.tools.cluster.child PARENT SIGNAL COMMAND...`."""
+"""Starts a command that ends with its parent: `python -m jaxserve.tools.cluster.child PARENT SIGNAL COMMAND...`."""
 
 from __future__ import annotations
 
