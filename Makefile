@@ -43,7 +43,7 @@ help:
 	@echo "make test-kernels-full, make test-gate-full   all cases, shapes and tuning entries, more steps, older compilers"
 	@echo "make test-docs       what README and the pages say"
 	@echo "make ci              what runs before a change lands, but for what passed already"
-	@echo "make test-cluster    two hosts that run one engine, copies of it behind a router, and what is lost when one of them dies"
+	@echo "make test-cluster    two nodes that run one engine, copies of it behind a router, and what is lost when one of them dies"
 	@echo "make test-ray        the demo model in Ray Serve, where Ray has packages"
 	@echo "make lint            ruff, as CI runs it"
 	@echo "make bench-host      host time per step on a device that does nothing"

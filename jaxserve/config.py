@@ -18,7 +18,7 @@ from typing import Any
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.model_options import ModelOptions
 from jaxserve.options import build_config, check_at_least, check_choices, option
-from jaxserve.parallel_options import HostOptions, ParallelOptions, ReplicaOptions
+from jaxserve.parallel_options import NodeOptions, ParallelOptions, ReplicaOptions
 from jaxserve.scheduler_options import MIN_CHUNK, SchedulerOptions
 from jaxserve.speculative_config import SpeculativeConfig, read_speculative_config
 from jaxserve.vllm_options import drop_harmless
@@ -232,11 +232,11 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def read_cluster_token() -> str | None:
-    """Returns what the hosts of one engine prove to each other: JAXSERVE_CLUSTER_TOKEN."""
+    """Returns what the nodes of one engine prove to each other: JAXSERVE_CLUSTER_TOKEN."""
     return os.environ.get("JAXSERVE_CLUSTER_TOKEN") or None
 
 
-def fill_hosts(options: HostOptions) -> HostOptions:
+def fill_nodes(options: NodeOptions) -> NodeOptions:
     """Returns the options with those of a LeaderWorkerSet's pod in place of missing ones.
 
     Raises:
@@ -272,7 +272,7 @@ class EngineConfig:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    hosts: HostOptions = field(default_factory=HostOptions)
+    nodes: NodeOptions = field(default_factory=NodeOptions)
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)

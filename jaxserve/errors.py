@@ -69,7 +69,7 @@ class DeviceError(_FieldError):
 
 
 class ClusterError(_FieldError):
-    """The hosts of one engine differ in what must be equal, or one of them is missing, silent or gone."""
+    """The nodes of one engine differ in what must be equal, or one of them is missing, silent or gone."""
 
 
 class MissingPackageError(JaxServeError, ImportError):

@@ -23,7 +23,7 @@ MODULES: Mapping[str, str] = {
     "assets": NO_IMAGES,
     "beam_search": "from jaxserve import BeamSearchParams",
     "compilation": "use the options compile and compilation_cache_dir",
-    "distributed": "an engine runs its own devices and hosts; use tensor_parallel_size and nnodes",
+    "distributed": "an engine runs its own devices and nodes; use tensor_parallel_size and nnodes",
     "engine.arg_utils": "from jaxserve import AsyncEngineArgs, EngineArgs",
     "engine.async_llm_engine": "from jaxserve import AsyncLLMEngine",
     "engine.llm_engine": _ENGINES,

@@ -34,7 +34,7 @@ class VllmOption:
 NO_LORA = "LoRA adapters are not supported yet; merge the adapter into its base model"
 NO_IMAGES = "images and audio are not supported yet"
 _NO_OTHER_SPLIT = "an engine splits heads, ffn and vocabulary only; use tensor_parallel_size"
-_NO_EXECUTOR = "a host's devices are run by one process; nnodes is the number of hosts"
+_NO_EXECUTOR = "a node's devices are run by one process; nnodes is the number of nodes"
 _COMPILED = "use compile, which says when programs are compiled, and compilation_cache_dir"
 _DRAFTING = "give speculative_config={'method': ..., 'num_speculative_tokens': ...}"
 NO_CODE = "a repository's code is never run; the supported models need none"

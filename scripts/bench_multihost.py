@@ -1,8 +1,8 @@
-"""Benchmark of several hosts: rank 0's host time per step by the number of hosts that are told of it.
+"""Benchmark of several nodes: rank 0's host time per step by the number of nodes that are told of it.
 
-The loop is that of `bench_host.py`, on a device that does nothing. The other hosts are processes of this machine that
+The loop is that of `bench_host.py`, on a device that does nothing. The other nodes are processes of this machine that
 read and answer each step as a follower does, and run nothing; they leave rank 0 a processor of its own. Time is CPU of
-the engine's thread: others send, and read what the hosts answer.
+the engine's thread: others send, and read what the nodes answer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from instrument import make_parser, read_run
 from rich.progress import track
 
 from jaxserve.features.multinode.group import FollowerGroup, LeaderGroup
-from jaxserve.parallel_options import HostOptions
+from jaxserve.parallel_options import NodeOptions
 
 if TYPE_CHECKING:
     from bench_host import Tee
 
 TOKEN = "of this bench"
-AIM, AIM_EACH = 40.0, 5.0  # microseconds a step, and for each other host
+AIM, AIM_EACH = 40.0, 5.0  # microseconds a step, and for each other node
 
 
 class _NullRunner:
@@ -41,7 +41,7 @@ class _NullRunner:
     warm_thread = reset
 
 
-def follow(options: HostOptions, processors: set[int]) -> None:
+def follow(options: NodeOptions, processors: set[int]) -> None:
     """Answers rank 0 until it stops; runs in a process of its own."""
     import queue
 
@@ -67,7 +67,7 @@ def open_group(count: int, processors: set[int]) -> Iterator[LeaderGroup]:
     """Yields rank 0's group with some followers, each a process that runs on `processors`."""
     port = find_port()
     options = [
-        HostOptions(nnodes=count + 1, node_rank=rank, master_addr="127.0.0.1", master_port=port, init_timeout=30)
+        NodeOptions(nnodes=count + 1, node_rank=rank, master_addr="127.0.0.1", master_port=port, init_timeout=30)
         for rank in range(count + 1)
     ]
     spawn = multiprocessing.get_context("spawn").Process
@@ -108,7 +108,7 @@ def measure_with(count: int, rows: int, steps: int, processors: set[int]) -> dic
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=64, help="rows that decode (default: 64)")
-    parser.add_argument("--followers", type=int, nargs="+", default=[0, 1, 3, 7], help="other hosts (default: 0 1 3 7)")
+    parser.add_argument("--followers", type=int, nargs="+", default=[0, 1, 3, 7], help="other nodes (default: 0 1 3 7)")
     parser.add_argument("--steps", type=int, default=1000, help="steps measured for each (default: 1000)")
     run = read_run(parser, {"rows": 4, "followers": [0, 1], "steps": 20})
     args = run.args
@@ -126,7 +126,7 @@ def main() -> None:
         lines.append((str(count), f"{loop:.0f}", *shown))
     os.sched_setaffinity(0, {first, *others})  # the report tells of all
     title = f"Rank 0's host time per step at {args.rows} rows, microseconds (median of {args.steps} steps)"
-    header = "other hosts", "loop", "more than alone", "of it telling them", "aim", "more / aim"
+    header = "other nodes", "loop", "more than alone", "of it telling them", "aim", "more / aim"
     run.show(title, header, lines, left=())
     run.save({"points": figures})
 

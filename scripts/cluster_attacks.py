@@ -1,4 +1,4 @@
-"""Attacks of `attack_server.py` on several processes: copies behind a router, and hosts of one engine."""
+"""Attacks of `attack_server.py` on several processes: copies behind a router, and nodes of one engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from soak_server import START_SECONDS, Server
 from jaxserve.tools.cluster.nginx import find_nginx
 
 NUM_DRIPS, DRIP_SECONDS = 16, 1.0
-STRANGER = "127.0.0.2"  # where strangers come from, who share the machine with the hosts
+STRANGER = "127.0.0.2"  # where strangers come from, who share the machine with the nodes
 FLAGS = (
     *("--no-access-log", "--status-interval", "0", "--shutdown-timeout", str(SHUTDOWN_SECONDS)),
     *FEW_PROGRAMS,
@@ -37,7 +37,7 @@ CONTROL = (
 
 @dataclass
 class Leader(Server):
-    """Rank 0 of two hosts."""
+    """Rank 0 of two nodes."""
 
     follower: Server = field(kw_only=True)
 
@@ -173,8 +173,8 @@ def drip(port: int) -> Iterator[None]:
 
 
 @contextmanager
-def start_hosts(notes: Notes) -> Iterator[Server]:
-    """Two hosts of one engine, which come together while strangers drip at the port of greetings."""
+def start_nodes(notes: Notes) -> Iterator[Server]:
+    """Two nodes of one engine, which come together while strangers drip at the port of greetings."""
     master, _, port, probes = find_ports(4)
     common = ("-tp", "2", "--nnodes", "2", "--master-port", str(master))
     leader = launch(port, *common, JAX_NUM_CPU_DEVICES="1")
@@ -203,5 +203,5 @@ def hold_probes(server: Server, notes: Notes) -> Iterator[None]:
 
 CLUSTER_ATTACKS = {
     "router": Attack("the router's control endpoints", hold_control, start_copies),
-    "hosts": Attack("strangers among the hosts of an engine", hold_probes, start_hosts),
+    "nodes": Attack("strangers among the nodes of an engine", hold_probes, start_nodes),
 }

@@ -68,7 +68,7 @@ run_gcloud() {
   run gcloud compute tpus tpu-vm "$@" --zone "$zone" --worker all
 }
 
-# Copies the checkout to all workers and starts this script on each. Every host must have the same version, so no
+# Copies the checkout to all workers and starts this script on each. Every node must have the same version, so no
 # worker fetches its own. Secrets go in a file: others can read the arguments of a process.
 run_on_workers() {
   local checkout=jaxserve-checkout command

@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
-from jaxserve.parallel_options import HostOptions
+from jaxserve.parallel_options import NodeOptions
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.metrics.exposition import render
 from jaxserve.tools import cli
@@ -107,7 +107,7 @@ def test_leader_worker_set_is_one_engine(name: str) -> None:
     assert {port["containerPort"] for port in other["ports"]} == {following.health_port}
     assert following.host == "0.0.0.0", "probes come from another address"
     ports = [port["containerPort"] for port in first["ports"][1:]]
-    assert ports == [HostOptions().master_port, HostOptions().master_port + 1]
+    assert ports == [NodeOptions().master_port, NodeOptions().master_port + 1]
     assert worker["terminationGracePeriodSeconds"] >= leader["terminationGracePeriodSeconds"]
     shared = [name for name in list_variables(first) if name != "JAXSERVE_API_KEY"]
     assert "JAXSERVE_CLUSTER_TOKEN" in shared and list(list_variables(other)) == shared
@@ -127,8 +127,8 @@ def test_only_rank_0_is_a_service_and_only_http_is_open(name: str) -> None:
     policy = objects["NetworkPolicy"]["spec"]
     chosen = policy["podSelector"]["matchLabels"].items()
     assert chosen <= labels["leader"].items() and chosen <= labels["worker"].items()
-    among_hosts, from_others = policy["ingress"]
-    assert among_hosts == {"from": [{"podSelector": policy["podSelector"]}]}
+    among_nodes, from_others = policy["ingress"]
+    assert among_nodes == {"from": [{"podSelector": policy["podSelector"]}]}
     assert [port["port"] for port in from_others["ports"]] == ["http"] and "from" not in from_others
 
 

@@ -89,7 +89,7 @@ KV_POOL_AXES: Axes = (None, "kv_heads", None, None)  # [num_pages, 2K, page_size
 
 
 def send(arrays: Any, sharding: Sharding) -> Any:
-    """Returns host arrays (a pytree) on the devices of a sharding. On several hosts, each must have equal ones.
+    """Returns host arrays (a pytree) on the devices of a sharding. On several nodes, each must have equal ones.
 
     There JAX's `device_put` would compare them first, by a collective: 4.5 ms, where this takes 0.06.
     """
@@ -101,18 +101,18 @@ def send(arrays: Any, sharding: Sharding) -> Any:
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a one-dimensional mesh over the first `tensor_parallel_size` of `devices` (default: all of JAX's).
 
-    Neighbours on the mesh are neighbours on a TPU's interconnect, and the devices of one host stand together.
+    Neighbours on the mesh are neighbours on a TPU's interconnect, and the devices of one node stand together.
 
     Raises:
-        ConfigError: there are too few devices; or they are on several hosts, and some would be left out.
+        ConfigError: there are too few devices; or they are on several nodes, and some would be left out.
         DeviceError: JAX finds none.
     """
     available = list(find_devices() if devices is None else devices)
-    num_hosts = len({device.process_index for device in available})
-    least = 1 if num_hosts == 1 else len(available)
+    num_nodes = len({device.process_index for device in available})
+    least = 1 if num_nodes == 1 else len(available)
     if not least <= tensor_parallel_size <= len(available):
-        place = f"{len(available)} device(s)" + (f" on {num_hosts} hosts" if num_hosts > 1 else "")
-        fits = f"use {least} to {len(available)}" if num_hosts == 1 else f"use {least}, all of them"
+        place = f"{len(available)} device(s)" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
+        fits = f"use {least} to {len(available)}" if num_nodes == 1 else f"use {least}, all of them"
         raise ConfigError(
             f"{tensor_parallel_size} is not possible with {place}; {fits}",
             field="tensor_parallel_size",
@@ -131,5 +131,5 @@ def _order_devices(devices: list[jax.Device]) -> list[jax.Device]:
             # The order is a matter of speed alone. JAX promises no kind of error: devices with a hole among them, as
             # three of four, fail an assertion; other parts of a slice may be refused in the other ways.
             _log.warning("devices keep JAX's order, in which neighbours may be far apart: %s", error)
-    hosts = list(dict.fromkeys(device.process_index for device in devices))
-    return sorted(devices, key=lambda device: hosts.index(device.process_index))  # stable
+    nodes = list(dict.fromkeys(device.process_index for device in devices))
+    return sorted(devices, key=lambda device: nodes.index(device.process_index))  # stable

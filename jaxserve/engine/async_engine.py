@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.tokenizers import Tokenizer
 
-_LOSS_SECONDS = 1.0  # for readers to be told that another host was lost
+_LOSS_SECONDS = 1.0  # for readers to be told that another node was lost
 
 
 class AsyncLLM:
@@ -283,7 +283,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._thread.call(function))
 
     def shutdown(self) -> None:
-        """Aborts all requests and stops the thread, and other hosts of the engine. Further calls do nothing."""
+        """Aborts all requests and stops the thread, and other nodes of the engine. Further calls do nothing."""
         self._thread.shutdown()
         self._ready.close()
 

@@ -33,11 +33,11 @@ from jaxserve.engine.model_files import (
 )
 from jaxserve.engine.nodes import (
     end_process,
-    lead_hosts,
+    lead_nodes,
     lead_steps,
     refuse_copies,
-    refuse_with_hosts,
-    resolve_hosts,
+    refuse_with_nodes,
+    resolve_nodes,
 )
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from jaxserve.core.runtime.memory import CachePlan
-    from jaxserve.core.runtime.nodes import Hosts
+    from jaxserve.core.runtime.nodes import Nodes
     from jaxserve.core.runtime.protocol import Runner
     from jaxserve.core.runtime.runner import ModelRunner
     from jaxserve.core.runtime.shapes import Shapes
@@ -84,7 +84,7 @@ class ReadyEngine:
     plan: CachePlan
     runner: ModelRunner
     mesh: Mesh
-    followers: Followers | None = None  # the other hosts
+    followers: Followers | None = None  # the other nodes
 
     def require_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; TokenizerError if there is none."""
@@ -107,7 +107,7 @@ class ReadyEngine:
                 yield change if self.followers is None else partial(self.followers.add_programs, change)
 
     def close(self) -> None:
-        """Ends the other hosts of the engine, if there are any. Further calls do nothing."""
+        """Ends the other nodes of the engine, if there are any. Further calls do nothing."""
         if self.followers is not None:
             self.followers.stop()
 
@@ -121,11 +121,11 @@ class ReadyEngine:
         updates: Mapping[str, Any] | CheckpointUpdate
         if isinstance(tree, str | Path):
             updates = open_update(tree, self.shapes, self.mesh)
-        elif self.shapes.config.hosts.nnodes == 1:
+        elif self.shapes.config.nodes.nnodes == 1:
             allow = self.shapes.config.model.allow_nonfinite
             updates = check_update(param_specs(describe_files(self.shapes.model)), tree, allow_nonfinite=allow)
         else:
-            message = "must be the path of a checkpoint, which all hosts of the engine can read"
+            message = "must be the path of a checkpoint, which all nodes of the engine can read"
             raise ConfigError(message, field="tree")
         outputs = self.engine.drain()
         outputs += self.engine.abort_all() if running == "abort" else []
@@ -143,12 +143,12 @@ def build_engine(
     announce: Callable[[str], None] = lambda text: None,
     on_loss: Callable[[ClusterError], None] = end_process,
 ) -> ReadyEngine:
-    """Builds an engine that can take requests; if it runs on several hosts, that of rank 0.
+    """Builds an engine that can take requests; if it runs on several nodes, that of rank 0.
 
     Args:
         only_largest: compile only the programs large enough for any step; `ReadyEngine.compile_rest` compiles the rest.
         announce: called with a line about what the engine holds, and one for each program compiled later.
-        on_loss: called on another thread when another host is lost.
+        on_loss: called on another thread when another node is lost.
 
     Raises:
         ConfigError, DeviceError, WeightsError, TokenizerError, CapacityError, ClusterError: name what to change.
@@ -156,12 +156,12 @@ def build_engine(
     record_steps = config.observability.record_steps
     if record_steps is not None:
         refuse_recording(Path(record_steps), has_processor=processor is not None, only_largest=only_largest)
-    config = dataclasses.replace(make_cache_dir(config), hosts=resolve_hosts(config.hosts))
+    config = dataclasses.replace(make_cache_dir(config), nodes=resolve_nodes(config.nodes))
     refuse_copies(config)
-    refuse_with_hosts(config, has_processor=processor is not None)
+    refuse_with_nodes(config, has_processor=processor is not None)
     from jaxserve.engine.memory_report import describe_capacity
 
-    with lead_hosts(config, on_loss, only_largest=only_largest) as group:
+    with lead_nodes(config, on_loss, only_largest=only_largest) as group:
         files = locate_model(config.model)
         tokenizer = load_model_tokenizer(config.model, files)
         eos_token_ids = read_end_tokens(config.model, files.path)
@@ -178,7 +178,7 @@ def build_engine(
             processor=processor,
             only_largest=only_largest,
             announce=announce,
-            hosts=group,
+            nodes=group,
         )
     capacity = describe_capacity(built.shapes, built.plan)
     _log.info("%s", capacity)
@@ -237,16 +237,16 @@ def build_runner(
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
     num_pages: Sequence[int] | None = None,
-    hosts: Hosts | None = None,
+    nodes: Nodes | None = None,
 ) -> BuiltRunner:
     """Loads the weights, plans memory and compiles programs; see `build_engine`.
 
     Args:
         num_pages: the pages of each KV group, in place of a memory plan.
-        hosts: those that run this engine together, if there are several. Each calls this function.
+        nodes: those that run this engine together, if there are several. Each calls this function.
     """
     from jaxserve.core.runtime.memory import GIB
-    from jaxserve.core.runtime.nodes import ONE_HOST
+    from jaxserve.core.runtime.nodes import ONE_NODE
     from jaxserve.core.runtime.program_cache import enable_persistent_cache
     from jaxserve.core.runtime.self_test import confirm_kernels
     from jaxserve.core.runtime.startup import estimate_use, start_runner
@@ -255,7 +255,7 @@ def build_runner(
     from jaxserve.features.bundle.read import Bundle
     from jaxserve.features.speculation.drafter import Drafter
 
-    hosts = hosts or ONE_HOST
+    nodes = nodes or ONE_NODE
     allow_pinned_memory(config.cache.kv_offloading_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     device = mesh.local_devices[0]
@@ -276,12 +276,12 @@ def build_runner(
         _log.info("weights: %s, %.2f GiB on each device", weights, estimate_use(shapes).params / GIB)
     if bundle is not None:
         bundle.require(shapes)
-    if hosts.size > 1:
+    if nodes.size > 1:
         facts = {
             "bundle": None if bundle is None else bundle.digest,
             "drafter": None if drafter is None else drafter.fingerprint(),
         }
-        hosts.require_equal(describe_model_files(files, shapes) | facts)
+        nodes.require_equal(describe_model_files(files, shapes) | facts)
     params = load_params(config, files, shapes, mesh, progress=progress)
     of_drafter = None
     if drafter is not None:
@@ -297,7 +297,7 @@ def build_runner(
             only_largest=only_largest,
             announce=announce,
             num_pages=num_pages,
-            hosts=hosts,
+            nodes=nodes,
             stored=bundle,
         )
     return BuiltRunner(shapes, mesh, plan, runner)
@@ -329,7 +329,7 @@ def _choose_shapes(
 
 
 def describe_model_files(files: ModelFiles, shapes: Shapes) -> dict[str, Any]:
-    """Returns what the hosts of one engine must have in common before they read weights."""
+    """Returns what the nodes of one engine must have in common before they read weights."""
     from jaxserve.core.runtime.identity import describe_model
     from jaxserve.core.weights.fingerprint import fingerprint_weights
 
@@ -356,7 +356,7 @@ def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> 
 
 
 def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | None, path: Path) -> Runner:
-    """Returns `runner`, perhaps that of several hosts, with each call recorded in a new file."""
+    """Returns `runner`, perhaps that of several nodes, with each call recorded in a new file."""
     from jaxserve.core.runtime.identity import describe_engine, digest_params
     from jaxserve.core.runtime.tee import TeeRunner
     from jaxserve.features.recording.recording import Recording, RecordingFile

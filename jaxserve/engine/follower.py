@@ -1,4 +1,4 @@
-"""A host above rank 0: the same weights, programs and steps; no tokenizer, scheduler or requests."""
+"""A node above rank 0: the same weights, programs and steps; no tokenizer, scheduler or requests."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run_follower(
     """Joins rank 0, builds what it builds, and makes its calls until it stops.
 
     Args:
-        config: with its hosts known (`find_hosts`).
+        config: with its nodes known (`find_nodes`).
         on_ready: called once steps can be run.
-        on_loss: called on another thread when another host is gone, fails or is silent.
+        on_loss: called on another thread when another node is gone, fails or is silent.
 
     Raises:
         ConfigError, DeviceError, WeightsError, CapacityError, ClusterError: name what to change; rank 0 is told.
@@ -42,7 +42,7 @@ def run_follower(
 
     with follow_leader(make_cache_dir(config), on_loss) as (adopted, only_largest, group):
         files = locate_model(adopted.model)
-        built = build_runner(adopted, files, progress=progress, only_largest=only_largest, hosts=group)
+        built = build_runner(adopted, files, progress=progress, only_largest=only_largest, nodes=group)
         follower = Follower(
             group,
             built.runner,

@@ -49,7 +49,7 @@ class LLM:
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options(model=str(model), **options)
-        config = config.with_compile("used" if config.hosts.nnodes in (None, 1) else "all")
+        config = config.with_compile("used" if config.nodes.nnodes in (None, 1) else "all")
         self._shows_progress = show_progress
         self._ready: ReadyEngine = build_engine(
             config,
@@ -95,7 +95,7 @@ class LLM:
 
         Args:
             tree: canonical parameters as nested dictionaries, as `{dotted name: array}`, or as an `nnx.State`; or the
-                directory of a checkpoint, which is the only form with several hosts.
+                directory of a checkpoint, which is the only form with several nodes.
             running: "requeue" recomputes unfinished requests with the tokens they have; "abort" ends them.
 
         Returns:
@@ -103,7 +103,7 @@ class LLM:
 
         Raises:
             WeightsError: a leaf is missing, unknown or has another shape; the old weights stay.
-            ConfigError: `running` is neither "requeue" nor "abort"; or `tree` is not a path with several hosts.
+            ConfigError: `running` is neither "requeue" nor "abort"; or `tree` is not a path with several nodes.
         """
         return self._ready.update_weights(tree, running)
 

@@ -102,7 +102,7 @@ class AccessLog:
                 log_access(label or request_id, scope, status, seconds)
 
 
-# Salts of prefixes go into recordings and to other hosts, where nobody is to try keys against them.
+# Salts of prefixes go into recordings and to other nodes, where nobody is to try keys against them.
 _SECRET = secrets.token_bytes(32)
 
 

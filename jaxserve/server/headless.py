@@ -1,4 +1,4 @@
-"""`jaxserve serve` above rank 0: a host that runs steps and answers nobody but probes."""
+"""`jaxserve serve` above rank 0: a node that runs steps and answers nobody but probes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FollowerHealth:
         self.follower: Follower | None = None  # once it can run steps
         self.registry = prometheus_client.CollectorRegistry()
         for name, text, read in (
-            ("ready", "1 once this host can run steps", lambda follower: 1),
+            ("ready", "1 once this node can run steps", lambda follower: 1),
             ("steps", "steps started", lambda follower: follower.num_steps),
             ("compiles", "XLA compilations since it was ready", lambda follower: follower.num_compiles),
             ("idle_seconds", "seconds since rank 0's last call", _count_idle),
@@ -125,7 +125,7 @@ class _Page(http.server.BaseHTTPRequestHandler):
             case "/metrics":
                 self._answer(HTTPStatus.OK, prometheus_client.generate_latest(self._health.registry))
             case _:
-                self._answer(HTTPStatus.NOT_FOUND, b"this host answers /health/live, /health/ready and /metrics\n")
+                self._answer(HTTPStatus.NOT_FOUND, b"this node answers /health/live, /health/ready and /metrics\n")
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing: probes come every few seconds."""
@@ -139,22 +139,22 @@ class _Page(http.server.BaseHTTPRequestHandler):
 
 
 def serve_headless(engine: EngineConfig, config: ServerConfig) -> NoReturn:
-    """Runs the steps of rank 0 until it stops, and exits: with status 2 if this host or another failed, else 0.
+    """Runs the steps of rank 0 until it stops, and exits: with status 2 if this node or another failed, else 0.
 
-    The first signal is left to rank 0, which drains and then ends all hosts; the second ends this one, and so all.
+    The first signal is left to rank 0, which drains and then ends all nodes; the second ends this one, and so all.
     """
     configure_logging(config.logs.log_level, json=config.logs.log_format == "json")
-    hosts, health = engine.hosts, FollowerHealth()
-    if hosts.health_port is not None:
+    nodes, health = engine.nodes, FollowerHealth()
+    if nodes.health_port is not None:
         raise_descriptor_limit()
-        health.listen(config.listen.host, hosts.health_port)
+        health.listen(config.listen.host, nodes.health_port)
     patience = _Patience()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, patience.take)
 
     def announce(follower: Follower) -> None:
         health.follower = follower
-        _log.info("ready: rank %d of %d, for rank 0 at %s", hosts.node_rank, hosts.nnodes, hosts.master_addr)
+        _log.info("ready: rank %d of %d, for rank 0 at %s", nodes.node_rank, nodes.nnodes, nodes.master_addr)
 
     try:
         run_follower(engine, progress=choose_progress(True), on_ready=announce)
@@ -177,7 +177,7 @@ class _Patience:
         if self._is_over:
             _exit(2)
         self._is_over = True
-        _log.info("%s: waiting for rank 0, which drains; another signal ends all hosts", signal.Signals(number).name)
+        _log.info("%s: waiting for rank 0, which drains; another signal ends all nodes", signal.Signals(number).name)
 
 
 def _exit(status: int) -> NoReturn:

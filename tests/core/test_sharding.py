@@ -22,17 +22,17 @@ from jaxserve.core.weights import make_dummy_params
 
 @pytest.fixture
 def devices() -> list[Any]:
-    """Four TPUs of two hosts, which JAX lists in turns."""
+    """Four TPUs of two nodes, which JAX lists in turns."""
     return [SimpleNamespace(platform="tpu", process_index=number % 2, id=number) for number in range(4)]
 
 
-def test_the_interconnect_decides_and_hosts_stay_together(monkeypatch: pytest.MonkeyPatch, devices: list[Any]) -> None:
+def test_the_interconnect_decides_and_nodes_stay_together(monkeypatch: pytest.MonkeyPatch, devices: list[Any]) -> None:
     monkeypatch.setattr(sharding.mesh_utils, "create_device_mesh", lambda shape, given: np.array(given[::-1]))
     assert [device.id for device in sharding._order_devices(devices)] == [3, 1, 2, 0]
 
 
 @pytest.mark.parametrize("error", [ValueError, NotImplementedError, AssertionError])
-def test_hosts_stay_together_in_a_slice_without_an_order(
+def test_nodes_stay_together_in_a_slice_without_an_order(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, devices: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any) -> Any:

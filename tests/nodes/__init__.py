@@ -1,1 +1,1 @@
-"""Engines of several processes, as several hosts would run them."""
+"""Engines of several processes, as several nodes would run them."""

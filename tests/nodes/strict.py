@@ -1,4 +1,4 @@
-"""`jaxserve` in a process that ends at any collective of its host code: only programs may speak to other hosts.
+"""`jaxserve` in a process that ends at any collective of its node code: only programs may speak to other nodes.
 
 JAX compares values across processes where one places them on all devices (`device_put`); that would hold up a step.
 """
@@ -17,11 +17,11 @@ from jaxserve.tools import cli
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
-    raise AssertionError("a collective of the host's code")
+    raise AssertionError("a collective of the node's code")
 
 
 def refuse_collectives() -> None:
-    """Makes each collective of JAX's host code an error in this process."""
+    """Makes each collective of JAX's node code an error in this process."""
     for name in ("process_allgather", "broadcast_one_to_all", "sync_global_devices", "assert_equal"):
         setattr(multihost_utils, name, refuse)
 

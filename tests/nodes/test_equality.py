@@ -1,4 +1,4 @@
-"""Two hosts answer as one process does: every kind of request, under load, with pages that run out."""
+"""Two nodes answer as one process does: every kind of request, under load, with pages that run out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.nodes.hosts import Host, run_one, run_pair
+from tests.nodes.nodes import Node, run_one, run_pair
 
 # Fewer pages than four rows can need: some sequences are preempted.
 FLAGS = ("--page-size", "16", "--num-kv-pages-override", "16")
@@ -54,19 +54,19 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[list[Host]]:
-    with run_pair("demo", *FLAGS) as hosts:
-        yield hosts
+def pair() -> Iterator[list[Node]]:
+    with run_pair("demo", *FLAGS) as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Host]:
-    with run_one("demo", *FLAGS) as host:
-        yield host
+def alone() -> Iterator[Node]:
+    with run_one("demo", *FLAGS) as node:
+        yield node
 
 
-async def send_all(host: Host) -> list[Any]:
-    async with httpx.AsyncClient(base_url=host.url, timeout=120) as client:
+async def send_all(node: Node) -> list[Any]:
+    async with httpx.AsyncClient(base_url=node.url, timeout=120) as client:
         leaving = asyncio.ensure_future(leave_early(client))
         answers = await asyncio.gather(*(client.post(path, json=body) for path, body in REQUESTS))
         await leaving
@@ -86,7 +86,7 @@ async def leave_early(client: httpx.AsyncClient) -> None:
                 return
 
 
-def test_every_kind_of_request_is_answered_alike(pair: list[Host], alone: Host) -> None:
+def test_every_kind_of_request_is_answered_alike(pair: list[Node], alone: Node) -> None:
     expected = asyncio.run(send_all(alone))
     for turn in range(2):  # the second finds cached prefixes
         found = asyncio.run(send_all(pair[0]))
@@ -96,7 +96,7 @@ def test_every_kind_of_request_is_answered_alike(pair: list[Host], alone: Host) 
     assert pair[0].metric("jaxserve:prefix_cache_hits_total") > 0
 
 
-def test_nothing_compiles_after_ready_on_either_host(pair: list[Host]) -> None:
+def test_nothing_compiles_after_ready_on_either_host(pair: list[Node]) -> None:
     asyncio.run(send_all(pair[0]))
     assert pair[0].metric("jaxserve:compiles_total") == 0
     assert pair[1].metric("jaxserve:follower_compiles") == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.nodes.hosts import FLAGS, ROOT, TOKEN, Host, end, find_ports, launch, launch_pair, run_pair
+from tests.nodes.nodes import FLAGS, ROOT, TOKEN, Node, end, find_ports, launch, launch_pair, run_pair
 
 MODEL = "demo"
 SMALL = ("--max-num-seqs", "1")  # fewer programs: what is lost does not depend on them
@@ -20,11 +20,11 @@ GONE_SECONDS = 2.0
 STEP_TIMEOUT = 3.0
 
 
-def stream(host: Host, heard: list[str], begun: threading.Event) -> None:
+def stream(node: Node, heard: list[str], begun: threading.Event) -> None:
     """Reads an endless answer and keeps its lines; a connection that is cut is a line, too."""
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 250, "ignore_eos": True, "stream": True, "temperature": 1}
     try:
-        with httpx.stream("POST", f"{host.url}/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{node.url}/v1/completions", json=body, timeout=60) as answer:
             for line in answer.iter_lines():
                 heard.append(line)
                 if len(heard) > 4:
@@ -33,31 +33,31 @@ def stream(host: Host, heard: list[str], begun: threading.Event) -> None:
         heard.append(f"error: {error!r}")
 
 
-def wait_until_gone(hosts: list[Host], seconds: float) -> None:
+def wait_until_gone(nodes: list[Node], seconds: float) -> None:
     """Asserts that all processes end in time with a failure, and leave no port."""
     deadline = time.monotonic() + seconds
-    for host in hosts:
-        status = host.process.wait(max(0.1, deadline - time.monotonic()))
-        assert status != 0, host.log
-    for host in hosts:
+    for node in nodes:
+        status = node.process.wait(max(0.1, deadline - time.monotonic()))
+        assert status != 0, node.log
+    for node in nodes:
         with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", host.port)) != 0
+            assert probe.connect_ex(("127.0.0.1", node.port)) != 0
 
 
-def lose(hosts: list[Host], victim: int, kind: signal.Signals) -> list[str]:
-    """Sends a signal to one host in the middle of an answer; returns what the client heard."""
+def lose(nodes: list[Node], victim: int, kind: signal.Signals) -> list[str]:
+    """Sends a signal to one node in the middle of an answer; returns what the client heard."""
     heard: list[str] = []
     begun = threading.Event()
-    reading = threading.Thread(target=stream, args=(hosts[0], heard, begun))
+    reading = threading.Thread(target=stream, args=(nodes[0], heard, begun))
     reading.start()
-    assert begun.wait(60), hosts[0].log
-    hosts[victim].process.send_signal(kind)
-    others = [host for index, host in enumerate(hosts) if index != victim]
+    assert begun.wait(60), nodes[0].log
+    nodes[victim].process.send_signal(kind)
+    others = [node for index, node in enumerate(nodes) if index != victim]
     is_stopped = kind == signal.SIGSTOP
     wait_until_gone(others, GONE_SECONDS + (STEP_TIMEOUT if is_stopped else 0.0))
     if is_stopped:
-        hosts[victim].process.send_signal(signal.SIGCONT)
-    wait_until_gone([hosts[victim]], GONE_SECONDS)
+        nodes[victim].process.send_signal(signal.SIGCONT)
+    wait_until_gone([nodes[victim]], GONE_SECONDS)
     reading.join(20)
     assert not reading.is_alive()
     return heard
@@ -70,60 +70,60 @@ def lose(hosts: list[Host], victim: int, kind: signal.Signals) -> list[str]:
     ids=["kill-1", "kill-0", "stop-1", "stop-0"],
 )
 def test_the_loss_of_a_host_ends_all(victim: int, kind: signal.Signals, turn: int) -> None:
-    with run_pair(MODEL, *SMALL, "--step-timeout", str(STEP_TIMEOUT)) as hosts:
-        heard = lose(hosts, victim, kind)
+    with run_pair(MODEL, *SMALL, "--step-timeout", str(STEP_TIMEOUT)) as nodes:
+        heard = lose(nodes, victim, kind)
         if victim == 1:
             assert any('"error"' in line for line in heard), heard[-3:]
-            assert any("rank 1: " in line for line in hosts[0].lines), hosts[0].log
+            assert any("rank 1: " in line for line in nodes[0].lines), nodes[0].log
         else:
             assert any('"error"' in line or line.startswith("error: ") for line in heard), heard[-3:]
             # JAX's coordinator ends with rank 0, and JAX may end the others before they can say more.
             named = ("rank 0: ", "JAX distributed service detected fatal errors")
-            assert any(text in line for line in hosts[1].lines for text in named), hosts[1].log
+            assert any(text in line for line in nodes[1].lines for text in named), nodes[1].log
 
 
 def test_rank_0_drains_and_all_end_well() -> None:
-    with run_pair(MODEL, *SMALL) as hosts:
+    with run_pair(MODEL, *SMALL) as nodes:
         heard: list[str] = []
         begun = threading.Event()
-        reading = threading.Thread(target=stream, args=(hosts[0], heard, begun))
+        reading = threading.Thread(target=stream, args=(nodes[0], heard, begun))
         reading.start()
-        assert begun.wait(60), hosts[0].log
-        for host in (hosts[1], hosts[0]):  # a pod's signal reaches all; only rank 0 acts on it
-            host.process.send_signal(signal.SIGTERM)
-        assert [host.process.wait(30) for host in hosts] == [0, 0], hosts[1].log
+        assert begun.wait(60), nodes[0].log
+        for node in (nodes[1], nodes[0]):  # a pod's signal reaches all; only rank 0 acts on it
+            node.process.send_signal(signal.SIGTERM)
+        assert [node.process.wait(30) for node in nodes] == [0, 0], nodes[1].log
         reading.join(20)
         assert any("[DONE]" in line for line in heard)
         assert not any('"error"' in line for line in heard)
 
 
-def wait_for_failures(hosts: list[Host], *texts: str) -> None:
+def wait_for_failures(nodes: list[Node], *texts: str) -> None:
     """Asserts that the processes fail, each with its text in the log."""
     try:
-        assert all(host.process.wait(120) != 0 for host in hosts)
+        assert all(node.process.wait(120) != 0 for node in nodes)
         time.sleep(0.2)  # for the last lines to be read
-        for host, text in zip(hosts, texts, strict=True):
-            assert text in host.log, host.log
+        for node, text in zip(nodes, texts, strict=True):
+            assert text in node.log, node.log
     finally:
-        end(hosts)
+        end(nodes)
 
 
 def test_another_token_is_refused_at_both_ends() -> None:
-    hosts = launch_pair(MODEL, "--init-timeout", "8", tokens=(TOKEN, "another"))
-    other = "a host that calls itself rank 1 has another token"
-    wait_for_failures(hosts, "rank 1 did not come within 8 s", "JAXSERVE_CLUSTER_TOKEN: is another one at rank 0")
-    assert other in hosts[0].log
+    nodes = launch_pair(MODEL, "--init-timeout", "8", tokens=(TOKEN, "another"))
+    other = "a node that calls itself rank 1 has another token"
+    wait_for_failures(nodes, "rank 1 did not come within 8 s", "JAXSERVE_CLUSTER_TOKEN: is another one at rank 0")
+    assert other in nodes[0].log
 
 
 def test_another_option_is_refused_at_both_ends() -> None:
     master, _, api = find_ports(3)
     common = (MODEL, "-tp", "4", "--nnodes", "2", "--master-port", str(master))
-    hosts = [
+    nodes = [
         launch(*common, "--port", str(api), "--max-num-seqs", "4", port=api, devices=2),
         launch(*common, "--node-rank", "1", "--max-num-seqs", "8", port=api, devices=2),
     ]
-    text = "options.max_num_seqs: is 4 at rank 0 and 8 at rank 1; it must be the same on all hosts"
-    wait_for_failures(hosts, text, text)
+    text = "options.max_num_seqs: is 4 at rank 0 and 8 at rank 1; it must be the same on all nodes"
+    wait_for_failures(nodes, text, text)
 
 
 def test_other_weights_are_refused_before_they_are_read(tmp_path: Path) -> None:
@@ -138,30 +138,30 @@ def test_other_weights_are_refused_before_they_are_read(tmp_path: Path) -> None:
     weights.write_bytes(changed)
     master, _, api = find_ports(3)
     common = ("-tp", "4", "--nnodes", "2", "--master-port", str(master))
-    hosts = [
+    nodes = [
         launch("demo", *common, "--port", str(api), port=api, devices=2),
         launch(str(copy), *common, "--node-rank", "1", port=api, devices=2),
     ]
-    wait_for_failures(hosts, "weights: is ", "weights: is ")
-    assert not any("Loaded weights" in line for host in hosts for line in host.lines)
+    wait_for_failures(nodes, "weights: is ", "weights: is ")
+    assert not any("Loaded weights" in line for node in nodes for line in node.lines)
 
 
 def test_devices_that_are_left_out_are_refused() -> None:
     master, _, api = find_ports(3)
     common = (MODEL, "-tp", "2", "--nnodes", "2", "--master-port", str(master))
-    hosts = [
+    nodes = [
         launch(*common, "--port", str(api), port=api, devices=2),
         launch(*common, "--node-rank", "1", port=api, devices=2),
     ]
-    text = "tensor_parallel_size: 2 is not possible with 4 device(s) on 2 hosts; use 4, all of them"
-    wait_for_failures(hosts, text, text)
+    text = "tensor_parallel_size: 2 is not possible with 4 device(s) on 2 nodes; use 4, all of them"
+    wait_for_failures(nodes, text, text)
 
 
 def test_garbage_at_the_port_costs_nothing() -> None:
     master, _, api, probes = find_ports(4)
     common = (MODEL, "-tp", "4", "--nnodes", "2", "--master-port", str(master), *FLAGS)
     leader = launch(*common, "--port", str(api), port=api, devices=2)
-    follower: list[Host] = []
+    follower: list[Node] = []
     strangers = []
     try:
         deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Rank 0 as a Python program: new weights on all hosts, drafts, and a recording that one process replays."""
+"""Rank 0 as a Python program: new weights on all nodes, drafts, and a recording that one process replays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.nodes.hosts import ROOT, TOKEN, end, find_ports, launch
+from tests.nodes.nodes import ROOT, TOKEN, end, find_ports, launch
 from tests.programs import PROGRAMS
 
 DEMO = ROOT / "jaxserve" / "demo"
@@ -50,8 +50,8 @@ def run_planner(devices: int, checkpoints: list[Path], **options: Any) -> dict[s
     return found
 
 
-def run_hosts(checkpoints: list[Path], **options: Any) -> dict[str, Any]:
-    """The same with two hosts, the second of which needs only to know where the first is."""
+def run_nodes(checkpoints: list[Path], **options: Any) -> dict[str, Any]:
+    """The same with two nodes, the second of which needs only to know where the first is."""
     master, _ = find_ports(2)
     other = launch(str(DEMO), "--nnodes", "2", "--node-rank", "1", "--master-port", str(master), port=master, devices=2)
     try:
@@ -64,9 +64,9 @@ def run_hosts(checkpoints: list[Path], **options: Any) -> dict[str, Any]:
 
 def test_new_weights_drafts_and_a_recording(changed: Path, tmp_path: Path) -> None:
     recording, checkpoints = tmp_path / "steps.jsonl", [changed, DEMO]
-    found = run_hosts(checkpoints, speculative_config=DRAFTS, record_steps=str(recording))
+    found = run_nodes(checkpoints, speculative_config=DRAFTS, record_steps=str(recording))
     plain = run_planner(4, checkpoints)
-    assert found == plain, "tokens depend neither on hosts nor on drafts, and nothing compiles"
+    assert found == plain, "tokens depend neither on nodes nor on drafts, and nothing compiles"
     first, after, again = found["ids"]
     assert first == again != after and found["compiles"] == 0
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}

@@ -89,7 +89,7 @@ def test_bench_simulator(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_bench_multihost(tmp_path: Path) -> None:
-    alone, beside = read_figures(tmp_path, "bench_multihost", shown="other hosts")["points"]
+    alone, beside = read_figures(tmp_path, "bench_multihost", shown="other nodes")["points"]
     assert (alone["followers"], beside["followers"]) == (0, 1) and alone["tell_us"] == 0 < beside["tell_us"]
 
 

@@ -494,7 +494,7 @@ def test_one_stream_too_many_is_refused_and_others_are_not() -> None:
         ("api.example.org.evil.org", 403),
     ],
 )
-def test_only_known_hosts_are_answered_to(host: str, status: int) -> None:
+def test_only_known_nodes_are_answered_to(host: str, status: int) -> None:
     app = Guard(greet, make_state(allowed_hosts=("api.example.org",)), {})
     assert ask(app, "/health", "GET", ("Host", host)).status == status
 

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.server import headless
 from jaxserve.server.headless import FollowerHealth
-from tests.nodes.hosts import find_ports
+from tests.nodes.nodes import find_ports
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_http_1_0_gets_no_chunks(server: RunningServer, http: httpx.Client, n: i
         (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, "invalid_host"),
         (b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 20_000, 431, "head_too_large"),
     ],
-    ids=["version", "tls", "no host", "two hosts", "long head"],
+    ids=["version", "tls", "no host", "two nodes", "long head"],
 )
 def test_protocol_errors_have_openais_form(server: RunningServer, data: bytes, status: int, code: str) -> None:
     head, body = exchange(server, data)

@@ -2,7 +2,7 @@
 
 A feature has two objects. `StepFeature` is static: what it keeps on the device, its programs, and functions inside the
 programs of a step. `FeatureHost` is the host's side: its calls around a step. The base classes do nothing, so a feature
-overrides what it needs. The runner, the memory plan, the start, bundles and other hosts go through all features of an
+overrides what it needs. The runner, the memory plan, the start, bundles and other nodes go through all features of an
 engine and know none by name. The features themselves are in `jaxserve.features`.
 """
 

@@ -1,6 +1,6 @@
 """The identity of an engine, as JSON: what two engines need equal to take the same steps.
 
-Recordings, bundles and the agreement of several hosts compare it.
+Recordings, bundles and the agreement of several nodes compare it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def list_chosen_options(config: EngineConfig) -> dict[str, Any]:
 
 
 def list_local_options(config: EngineConfig) -> dict[str, Any]:
-    """Returns the other options that are not the defaults, by name, but for those of hosts and replicas."""
+    """Returns the other options that are not the defaults, by name, but for those of nodes and replicas."""
     given = _list_given(config)
     return {name: value for name, value in given.items() if name in _LOCAL_OPTIONS}
 
@@ -106,7 +106,7 @@ def _list_given(config: EngineConfig) -> dict[str, Any]:
     given = {}
     for section, option in list_options(EngineConfig):
         value = getattr(getattr(config, section), option.name)
-        if section not in ("hosts", "replicas") and value != option.default:
+        if section not in ("nodes", "replicas") and value != option.default:
             given[option.name] = value.to_dict() if isinstance(value, _TABLES) else value
     return given
 
@@ -147,7 +147,7 @@ def _number_entries(entries: Sequence[Any]) -> Any:
 def digest_params(params: Any) -> str:
     """Returns a digest of all values of a tree of parameters: 32 bits per array, computed where the arrays lie.
 
-    It tells weights apart that differ by accident. It is not a cryptographic one. Where several hosts share an array,
+    It tells weights apart that differ by accident. It is not a cryptographic one. Where several nodes share an array,
     all must call this.
     """
     folded = jax.device_get([_fold(leaf) for leaf in jax.tree.leaves(params)])

@@ -63,7 +63,7 @@ def keep_programs_of_this_host() -> None:
     """Lets a process that is not JAX's first keep its programs as well; call it before anything is compiled.
 
     JAX leaves the writing to the first process, as others may have the same directory. Their programs have other keys,
-    and a `ProgramStore` writes whole entries. Without this, every other host would compile at each start. The only
+    and a `ProgramStore` writes whole entries. Without this, every other node would compile at each start. The only
     private name used is `_cache_write`; a JAX without it behaves as before.
     """
     from jax._src import compilation_cache, compiler

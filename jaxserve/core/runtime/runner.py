@@ -26,7 +26,7 @@ from jaxserve.core.sampling import RowSetting, SamplerState, make_row_setting
 from jaxserve.core.scheduler.step_plan import NewRow, StepPlan
 
 # How often a bucket is timed, and how many of its steps run behind each other each time. Fixed numbers, because all
-# hosts of an engine run the same programs in the same order.
+# nodes of an engine run the same programs in the same order.
 _ROUNDS, _STEPS_OF_ROUND = 3, 2
 
 

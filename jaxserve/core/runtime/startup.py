@@ -30,7 +30,7 @@ from jaxserve.core.runtime.memory import (
     plan_cache,
     refuse_shortage,
 )
-from jaxserve.core.runtime.nodes import ONE_HOST, Hosts
+from jaxserve.core.runtime.nodes import ONE_NODE, Nodes
 from jaxserve.core.runtime.params import WeightWriter
 from jaxserve.core.runtime.programs import ProgramKey, Programs, StoredPrograms
 from jaxserve.core.runtime.quantizer import WeightQuantizer
@@ -210,7 +210,7 @@ def start_runner(
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
     num_pages: Sequence[int] | None = None,
-    hosts: Hosts = ONE_HOST,
+    nodes: Nodes = ONE_NODE,
     stored: StoredPrograms | None = None,
 ) -> tuple[ModelRunner, CachePlan]:
     """Plans memory, compiles and runs the programs; returns the runner and its pools. `params` is the runtime tree.
@@ -223,7 +223,7 @@ def start_runner(
         only_largest: leave all programs but those of the largest buckets, which hold any step, to `compile_rest`.
         announce: told of each later compilation that takes noticeable time.
         num_pages: pages of each KV group; no memory is planned then.
-        hosts: those that run this engine together; the least budget of theirs is planned.
+        nodes: those that run this engine together; the least budget of theirs is planned.
         stored: has the programs, and the pages that they are for; none is compiled then.
 
     Raises:
@@ -231,7 +231,7 @@ def start_runner(
         ConfigError: a feature cannot help.
     """
     is_replay = num_pages is not None  # which need not be fast
-    budget = hosts.take_least("bytes of KV pools", _find_budget(shapes, mesh, stored)) if not is_replay else 0
+    budget = nodes.take_least("bytes of KV pools", _find_budget(shapes, mesh, stored)) if not is_replay else 0
     if stored is not None:
         num_pages = stored.num_pages
     plan = plan_pools(shapes, budget=budget, num_pages=num_pages)

@@ -1,4 +1,4 @@
-"""A runner that tells somebody else of each call: a recording, or the other hosts of an engine."""
+"""A runner that tells somebody else of each call: a recording, or the other nodes of an engine."""
 
 from __future__ import annotations
 

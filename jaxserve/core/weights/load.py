@@ -45,7 +45,7 @@ def load_safetensors(
     `sources` maps each dotted path to the tensors that make the parameter; tensors whose whole name matches a pattern
     in `ignored` are not read. F32, BF16 and F16 tensors are cast to the dtype of the spec.
 
-    Host memory: files are mapped and read through the page cache, of several hosts only what their own shards need. In
+    Host memory: files are mapped and read through the page cache, of several nodes only what their own shards need. In
     addition there are buffers for one parameter at a time, at most twice its bytes; JAX's transfer may stage one more
     copy. On CPU the parameters themselves are in host memory too.
 

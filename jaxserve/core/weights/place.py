@@ -118,6 +118,6 @@ def place_parameter(
 
 
 def _copy_shards(value: jax.Array, sharding: Sharding) -> jax.Array:
-    """Returns a copy of an array that several hosts share; `device_put` would compile a program for all of them."""
+    """Returns a copy of an array that several nodes share; `device_put` would compile a program for all of them."""
     copies = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in value.addressable_shards]
     return jax.make_array_from_single_device_arrays(value.shape, sharding, copies)

@@ -26,7 +26,7 @@ from jaxserve.errors import WeightsError, shorten
 
 @dataclass(frozen=True)
 class CheckpointUpdate:
-    """The weights of a checkpoint, read one after the other while they are written. Every host can read its own."""
+    """The weights of a checkpoint, read one after the other while they are written. Every node can read its own."""
 
     path: Path
     specs: Any  # the canonical tree

@@ -23,7 +23,7 @@ from pallas_kernels.targets import TARGETS, Target, open_devices, trace_for
 _SLICES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBES = {1: "1x1x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 _SLICED = {"v5e": _SLICES, "v5p": _CUBES, "v6e": _SLICES}
-_GPUS_PER_HOST = 8
+_GPUS_PER_NODE = 8
 _COMPILERS = {"tpu": ("libtpu", ".[tpu]"), "gpu": ("jax-cuda13-plugin", ".[cuda13]")}
 # Of a target's variables, those by which its compiler is loaded where there is no device.
 _LOADING = ("TPU_", "ALLOW_MULTIPLE_LIBTPU_LOAD")
@@ -87,7 +87,7 @@ def refuse_untuned(name: str | None, tensor_parallel_size: int) -> None:
 
 
 def find_build_target(name: str, num_devices: int) -> Target:
-    """Returns a kind of device, with a slice or hosts for that many; ConfigError if there is none."""
+    """Returns a kind of device, with a slice or nodes for that many; ConfigError if there is none."""
     kind, _, count = name.rpartition("-")
     if kind in _SLICED and count.isdecimal() and int(count) in _SLICED[kind]:
         return _take_slice(kind, int(count))
@@ -100,11 +100,11 @@ def find_build_target(name: str, num_devices: int) -> Target:
     target = TARGETS[name]
     if target.platform != "gpu":
         return target
-    num_hosts = -(-num_devices // _GPUS_PER_HOST)
-    if num_devices % num_hosts:
-        message = f"{num_devices} GPUs are not hosts of {_GPUS_PER_HOST}; use a multiple of it"
+    num_nodes = -(-num_devices // _GPUS_PER_NODE)
+    if num_devices % num_nodes:
+        message = f"{num_devices} GPUs are not nodes of {_GPUS_PER_NODE}; use a multiple of it"
         raise ConfigError(message, field="tensor_parallel_size", value=num_devices)
-    return replace(target, topology=f"1x{num_hosts}x{num_devices // num_hosts}")
+    return replace(target, topology=f"1x{num_nodes}x{num_devices // num_nodes}")
 
 
 def list_build_devices() -> Iterator[str]:

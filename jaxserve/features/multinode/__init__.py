@@ -1,1 +1,1 @@
-"""One engine on several hosts: rank 0 plans, the others make the same calls."""
+"""One engine on several nodes: rank 0 plans, the others make the same calls."""

@@ -1,4 +1,4 @@
-"""Admission of an engine's other hosts at rank 0: one of each rank, and no strangers."""
+"""Admission of an engine's other nodes at rank 0: one of each rank, and no strangers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from jaxserve.errors import ClusterError, ConfigError
 from jaxserve.features.multinode.places import Places
 from jaxserve.features.multinode.wire import Link, greet_follower, refuse
-from jaxserve.parallel_options import HostOptions
+from jaxserve.parallel_options import NodeOptions
 
 _log = logging.getLogger(__name__)
 GREETING_SECONDS = 5.0  # for a stranger to prove itself
@@ -23,12 +23,12 @@ _PAUSE_SECONDS = 0.05  # after a connection that could not be taken
 _LOOKUP_SECONDS = 0.5  # between two looks for a name
 
 
-def admit(options: HostOptions, token: str | None) -> list[Link]:
+def admit(options: NodeOptions, token: str | None) -> list[Link]:
     """Listens at `master_addr` until every other rank has proved the token; returns links in their order.
 
     Raises:
         ConfigError: the address cannot be taken.
-        ClusterError: ranks are missing after `init_timeout`, or a host that knows the token has another `nnodes`, or
+        ClusterError: ranks are missing after `init_timeout`, or a node that knows the token has another `nnodes`, or
             the rank of another; those that came are told.
     """
     listener = _listen(options)
@@ -42,7 +42,7 @@ def admit(options: HostOptions, token: str | None) -> list[Link]:
 class _Admission:
     """Lets the ranks in, one thread for each connection that has proved nothing yet."""
 
-    def __init__(self, listener: socket.socket, options: HostOptions, token: str | None) -> None:
+    def __init__(self, listener: socket.socket, options: NodeOptions, token: str | None) -> None:
         self._listener, self._options, self._token = listener, options, token
         self._places = Places(_UNPROVEN, _SHARE)
         self._is_closed = threading.Event()
@@ -66,7 +66,7 @@ class _Admission:
             if isinstance(found, ClusterError):
                 raise self._refuse_all(links.values(), found)
             if found.peer in links:
-                error = ClusterError(f"two hosts say that they are rank {found.peer}", field="node_rank")
+                error = ClusterError(f"two nodes say that they are rank {found.peer}", field="node_rank")
                 raise self._refuse_all([*links.values(), found], error)
             links[found.peer] = found
             missing.discard(found.peer)
@@ -96,7 +96,7 @@ class _Admission:
                 continue
             if self._places.take(address[0]):
                 threading.Thread(target=self._greet, args=(connection, address[0]), daemon=True).start()
-            else:  # a host tries again
+            else:  # a node tries again
                 connection.close()
 
     def _greet(self, connection: socket.socket, address: str) -> None:
@@ -121,12 +121,12 @@ class _Admission:
                 _log.warning("a connection from %s is closed: %s", address, error)
 
 
-def require_token(options: HostOptions, token: str | None) -> None:
-    """Raises ConfigError where others than this machine's users could pass for a host."""
+def require_token(options: NodeOptions, token: str | None) -> None:
+    """Raises ConfigError where others than this machine's users could pass for a node."""
     if token is None and not _is_loopback(options.master_addr):
         message = (
-            f"must be set on all hosts, to the same secret, where rank 0 listens on {options.master_addr}: "
-            "a host that joins is sent everything and believed everything"
+            f"must be set on all nodes, to the same secret, where rank 0 listens on {options.master_addr}: "
+            "a node that joins is sent everything and believed everything"
         )
         raise ConfigError(message, field="JAXSERVE_CLUSTER_TOKEN")
 
@@ -138,7 +138,7 @@ def _is_loopback(address: str | None) -> bool:
         return False
 
 
-def _listen(options: HostOptions) -> socket.socket:
+def _listen(options: NodeOptions) -> socket.socket:
     assert options.nnodes is not None
     place = options.master_addr, options.master_port
     try:
@@ -158,7 +158,7 @@ def _listen(options: HostOptions) -> socket.socket:
     return listener
 
 
-def _require_free(family: socket.AddressFamily, options: HostOptions) -> None:
+def _require_free(family: socket.AddressFamily, options: NodeOptions) -> None:
     """Raises ConfigError if JAX's coordinator could not listen: JAX would end all processes without a word."""
     port = options.master_port + 1
     try:
@@ -173,8 +173,8 @@ def _require_free(family: socket.AddressFamily, options: HostOptions) -> None:
         raise ConfigError(message, field="master_port", value=options.master_port) from error
 
 
-def _resolve(options: HostOptions) -> socket.AddressFamily:
-    """Returns the family of `master_addr`. In a cluster, the name of a host may be known only some time after it."""
+def _resolve(options: NodeOptions) -> socket.AddressFamily:
+    """Returns the family of `master_addr`. In a cluster, the name of a node may be known only some time after it."""
     deadline, is_told = time.monotonic() + options.init_timeout, False
     while True:
         try:

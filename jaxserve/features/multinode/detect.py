@@ -1,4 +1,4 @@
-"""Detection of the hosts that start together, as JAX does it on TPU pods and under Slurm."""
+"""Detection of the nodes that start together, as JAX does it on TPU pods and under Slurm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class DetectedHosts:
+class DetectedNodes:
     """What an environment says of the processes that were started together."""
 
     nnodes: int
@@ -17,7 +17,7 @@ class DetectedHosts:
     master_addr: str
 
 
-def detect_hosts(timeout: float) -> DetectedHosts | None:
+def detect_nodes(timeout: float) -> DetectedNodes | None:
     """Returns what JAX detects; None outside the environments that it knows.
 
     JAX has no public function for this: `jax.distributed.initialize` joins what it detects at once. A JAX without the
@@ -34,8 +34,8 @@ def detect_hosts(timeout: float) -> DetectedHosts | None:
     try:
         address, count, rank, _ = detect(None, None, None, None, None, max(1, round(timeout)))
     except Exception as error:  # a metadata server that does not answer, or variables that are only half set
-        _log.warning("the hosts that start together could not be detected (%r); nnodes and the others set them", error)
+        _log.warning("the nodes that start together could not be detected (%r); nnodes and the others set them", error)
         return None
     if address is None or count is None or rank is None:
         return None
-    return DetectedHosts(count, rank, address.rpartition(":")[0])
+    return DetectedNodes(count, rank, address.rpartition(":")[0])

@@ -1,4 +1,4 @@
-"""A follower's steps: rank 0's calls, made in the same order on this host's runner."""
+"""A follower's steps: rank 0's calls, made in the same order on this node's runner."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ANSWER_SECONDS = 0.02  # between two answers: rank 0 wants to know that steps e
 
 
 class Follower:
-    """Makes rank 0's calls, and says which steps have ended on this host's devices.
+    """Makes rank 0's calls, and says which steps have ended on this node's devices.
 
     A step is started when at most one is unanswered, so that a fault is told before more is built on it.
 
     Args:
         num_mask_words: of 32 bits, in a line of a mask.
         open_update: returns new weights for the path that rank 0 sent.
-        digest_params: takes this host's part in a digest of the weights.
+        digest_params: takes this node's part in a digest of the weights.
         additions: changes to the programs in use, of those compiled meanwhile.
     """
 
@@ -62,7 +62,7 @@ class Follower:
         """Makes calls until rank 0 stops.
 
         Raises:
-            ClusterError: a call is malformed, or another host is lost.
+            ClusterError: a call is malformed, or another node is lost.
         """
         threading.Thread(target=self._answer, name="jaxserve-answer", daemon=True).start()
         while True:

@@ -1,4 +1,4 @@
-"""The hosts of one engine, connected: rank 0 with each of the others."""
+"""The nodes of one engine, connected: rank 0 with each of the others."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 from jaxserve.errors import ClusterError
 from jaxserve.features.multinode.admission import GREETING_SECONDS, admit, require_token
 from jaxserve.features.multinode.wire import Link, greet_leader, pack, raise_refusal, refuse
-from jaxserve.parallel_options import HostOptions
+from jaxserve.parallel_options import NodeOptions
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.2
 _BACKLOG = 4096  # messages that may wait for their reader
 _LEAVING_SECONDS = 2.0
-_PINGS = 8  # in the time after which a silent host is a lost one
-_BLAME_SECONDS = 0.05  # for the loss of a host to be known, when a step fails that it was part of
+_PINGS = 8  # in the time after which a silent node is a lost one
+_BLAME_SECONDS = 0.05  # for the loss of a node to be known, when a step fails that it was part of
 
 OnLoss = Callable[[ClusterError], None]
 
@@ -30,7 +30,7 @@ OnLoss = Callable[[ClusterError], None]
 class _Members:
     """What both kinds of groups have: links that are read on threads, and one report of the first loss."""
 
-    def __init__(self, options: HostOptions, links: Sequence[Link], on_loss: OnLoss) -> None:
+    def __init__(self, options: NodeOptions, links: Sequence[Link], on_loss: OnLoss) -> None:
         assert options.nnodes is not None and options.node_rank is not None
         self.size, self.rank, self.options = options.nnodes, options.node_rank, options
         self._links, self._on_loss = links, on_loss
@@ -45,7 +45,7 @@ class _Members:
         threading.Thread(target=self._ping, name="jaxserve-ping", daemon=True).start()
 
     def receive(self, peer: int) -> dict[str, Any]:
-        """Waits for the next message of a peer; ClusterError if a host is lost."""
+        """Waits for the next message of a peer; ClusterError if a node is lost."""
         message = self._inboxes[peer].get()
         if message is None:
             raise self._error or ClusterError("the group has ended", field="nnodes")
@@ -53,7 +53,7 @@ class _Members:
         return message
 
     def lose(self, error: ClusterError) -> None:
-        """Ends the group with an error: all hosts are told of it, and `on_loss` is called, once."""
+        """Ends the group with an error: all nodes are told of it, and `on_loss` is called, once."""
         with self._lock:
             if self._has_ended.is_set():
                 return
@@ -64,12 +64,12 @@ class _Members:
         self._on_loss(error)
 
     def lose_step(self, step_id: int, error: BaseException) -> None:
-        """Ends the group because a step failed here; if a host is gone at the same time, that is the error."""
+        """Ends the group because a step failed here; if a node is gone at the same time, that is the error."""
         if not self.wait_for_end(_BLAME_SECONDS):
             self.lose(ClusterError(f"step {step_id} failed: {error}", field=f"rank {self.rank}"))
 
     def fail(self, text: str) -> None:
-        """Tells the other hosts that this one fails, and ends the group without `on_loss`."""
+        """Tells the other nodes that this one fails, and ends the group without `on_loss`."""
         with self._lock:
             if self._has_ended.is_set():
                 return
@@ -113,7 +113,7 @@ class _Members:
                 inbox.put_nowait(None)
 
     def _ping(self) -> None:
-        """Shows the others that this host lives."""
+        """Shows the others that this node lives."""
         frame = pack({"ping": self.rank})
         while not self._has_ended.wait(self.options.step_timeout / _PINGS):
             for link in self._links:
@@ -122,35 +122,35 @@ class _Members:
 
 
 class LeaderGroup(_Members):
-    """Rank 0's: all other hosts. See `Hosts` for what they agree on."""
+    """Rank 0's: all other nodes. See `Nodes` for what they agree on."""
 
-    def __init__(self, options: HostOptions, links: Sequence[Link], on_loss: OnLoss) -> None:
+    def __init__(self, options: NodeOptions, links: Sequence[Link], on_loss: OnLoss) -> None:
         super().__init__(options, links, on_loss)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name="jaxserve-send", daemon=True)
         self._sender.start()
 
     @classmethod
-    def open(cls, options: HostOptions, token: str | None, *, on_loss: OnLoss) -> LeaderGroup:
+    def open(cls, options: NodeOptions, token: str | None, *, on_loss: OnLoss) -> LeaderGroup:
         """Listens at `master_addr` until every other rank has proved the token.
 
         Args:
-            on_loss: called once, on another thread, when a host is gone, fails or is silent.
+            on_loss: called once, on another thread, when a node is gone, fails or is silent.
 
         Raises:
             ConfigError: there is no token, and the address can be reached from other machines; or it cannot be taken.
-            ClusterError: ranks are missing after `init_timeout`, or two hosts say they are the same.
+            ClusterError: ranks are missing after `init_timeout`, or two nodes say they are the same.
         """
         require_token(options, token)
         return cls(options, admit(options, token), on_loss)
 
     def share(self, value: Any) -> Any:
-        """Gives all hosts a value of JSON, and returns it."""
+        """Gives all nodes a value of JSON, and returns it."""
         self.send({"shared": value})
         return value
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
-        """See `Hosts.require_equal`."""
+        """See `Nodes.require_equal`."""
         own = json.loads(pack(facts)[4:])
         for link in self._links:
             theirs = self.receive(link.peer).get("facts")
@@ -162,7 +162,7 @@ class LeaderGroup(_Members):
         self.send({"equal": True})
 
     def take_least(self, name: str, value: int) -> int:
-        """See `Hosts.take_least`."""
+        """See `Nodes.take_least`."""
         values = {0: value}
         for link in self._links:
             given = self.receive(link.peer).get("value")
@@ -170,26 +170,26 @@ class LeaderGroup(_Members):
         least = min(values.values())
         if least != max(values.values()):
             rank = min(values, key=lambda each: values[each])
-            _log.warning("%s: %d, the least of all hosts, is rank %d's; here it is %d", name, least, rank, value)
+            _log.warning("%s: %d, the least of all nodes, is rank %d's; here it is %d", name, least, rank, value)
         self.send({"least": least})
         return least
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message to all hosts, on a thread of its own; it is encoded once, and here.
+        """Sends a message to all nodes, on a thread of its own; it is encoded once, and here.
 
-        A host that takes none is a loss.
+        A node that takes none is a loss.
         """
         if self._outbox.qsize() >= _BACKLOG:
             self.lose(
-                ClusterError(f"the other hosts have left {_BACKLOG} calls unread", field="nnodes", value=self.size)
+                ClusterError(f"the other nodes have left {_BACKLOG} calls unread", field="nnodes", value=self.size)
             )
         self._outbox.put(pack(message))
 
     def stop(self, leave: Callable[[], None]) -> None:
-        """Ends the other hosts in good order, and waits a moment for them. Further calls do nothing.
+        """Ends the other nodes in good order, and waits a moment for them. Further calls do nothing.
 
         Args:
-            leave: what all hosts must do at the same time before they end.
+            leave: what all nodes must do at the same time before they end.
         """
         if self._has_ended.is_set():
             return
@@ -217,20 +217,20 @@ class LeaderGroup(_Members):
                 except TimeoutError:
                     message = f"has taken no call for {self.options.step_timeout:g} s"
                     self.lose(ClusterError(message, field=f"rank {link.peer}"))
-                except OSError as error:  # the reader tells, perhaps in the host's own words
+                except OSError as error:  # the reader tells, perhaps in the node's own words
                     _log.debug("rank %d takes nothing more: %s", link.peer, error)
 
 
 class FollowerGroup(_Members):
-    """The group of a host above rank 0: rank 0."""
+    """The group of a node above rank 0: rank 0."""
 
     @classmethod
-    def join(cls, options: HostOptions, token: str | None, *, on_loss: OnLoss) -> FollowerGroup:
+    def join(cls, options: NodeOptions, token: str | None, *, on_loss: OnLoss) -> FollowerGroup:
         """Connects to rank 0, which may start later; see `LeaderGroup.open`.
 
         Raises:
             ConfigError: there is no token, and the address is on another machine.
-            ClusterError: rank 0 does not answer within `init_timeout`, or refuses this host.
+            ClusterError: rank 0 does not answer within `init_timeout`, or refuses this node.
         """
         require_token(options, token)
         assert options.node_rank is not None and options.nnodes is not None
@@ -255,12 +255,12 @@ class FollowerGroup(_Members):
         return self.receive(0).get("shared")
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
-        """See `Hosts.require_equal`."""
+        """See `Nodes.require_equal`."""
         self.send({"facts": facts})
         self.receive(0)  # raises what rank 0 refuses
 
     def take_least(self, name: str, value: int) -> int:
-        """See `Hosts.take_least`."""
+        """See `Nodes.take_least`."""
         self.send({"value": value})
         least = self.receive(0).get("least")
         if type(least) is not int:
@@ -286,6 +286,6 @@ def _compare(own: Mapping[str, Any], theirs: Any, rank: int) -> ClusterError | N
         return None
     name, here, there = found
     message = (
-        f"is {json.dumps(here)} at rank 0 and {json.dumps(there)} at rank {rank}; it must be the same on all hosts"
+        f"is {json.dumps(here)} at rank 0 and {json.dumps(there)} at rank {rank}; it must be the same on all nodes"
     )
     return ClusterError(message, field=name, value=there)

@@ -1,4 +1,4 @@
-"""Rank 0's side of the steps: every call of its runner is sent to the other hosts before it is made."""
+"""Rank 0's side of the steps: every call of its runner is sent to the other nodes before it is made."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CHECKS = 20  # of the oldest step, in the time that it may take
 
 
 class Followers:
-    """Tells the other hosts of the calls that a `TeeRunner` makes; a fault anywhere is the loss of the group.
+    """Tells the other nodes of the calls that a `TeeRunner` makes; a fault anywhere is the loss of the group.
 
     Nothing waits for their answers. A thread looks whether the oldest step was answered in time.
     """
 
     def __init__(self, group: LeaderGroup) -> None:
         self._group, self._calls = group, CallEncoder()
-        self._started: deque[tuple[int, float]] = deque()  # steps that some host has not answered, and when they began
+        self._started: deque[tuple[int, float]] = deque()  # steps that some node has not answered, and when they began
         self._done = dict.fromkeys(range(1, group.size), -1)  # by rank, the last step answered
         group.on_message = self._take
         threading.Thread(target=self._watch, name="jaxserve-steps", daemon=True).start()
@@ -66,16 +66,16 @@ class Followers:
         self._group.send({"call": "warm"})
 
     def add_programs(self, change: Callable[[], None]) -> None:
-        """Makes a change to the programs in use, of those compiled meanwhile, on all hosts."""
+        """Makes a change to the programs in use, of those compiled meanwhile, on all nodes."""
         self._group.send({"call": "programs"})
         change()
 
     def digest_params(self) -> None:
-        """Has the other hosts take their part in `identity.digest_params`."""
+        """Has the other nodes take their part in `identity.digest_params`."""
         self._group.send({"call": "digest"})
 
     def stop(self) -> None:
-        """Ends the other hosts. Further calls do nothing."""
+        """Ends the other nodes. Further calls do nothing."""
         self._group.stop(leave_processes)
 
     def _take(self, link: Link, message: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Joins JAX's processes, so that the devices of all hosts are one mesh's."""
+"""Joins JAX's processes, so that the devices of all nodes are one mesh's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxserve.devices import first_line
 from jaxserve.errors import ClusterError
 
 _LEAVING_SECONDS = 10  # for all processes to leave; JAX aborts one that waits for longer
-_HEARTBEAT_SECONDS = 100  # the group notices a lost host long before; then JAX ends the process without a word
+_HEARTBEAT_SECONDS = 100  # the group notices a lost node long before; then JAX ends the process without a word
 
 
 def join_processes(rank: int, size: int, *, address: str, port: int, timeout: float) -> None:
@@ -28,7 +28,7 @@ def join_processes(rank: int, size: int, *, address: str, port: int, timeout: fl
     place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     if jax.config.jax_platforms == "cpu" or jax.config.jax_cpu_collectives_implementation is None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # Each host keeps its own programs: a follower would wait for rank 0's, which may have its own already.
+    # Each node keeps its own programs: a follower would wait for rank 0's, which may have its own already.
     jax.config.update("jax_share_binary_between_hosts", False)
     if rank > 0:
         keep_programs_of_this_host()

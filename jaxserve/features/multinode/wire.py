@@ -1,4 +1,4 @@
-"""A connection between two hosts of one engine: both prove the token, then exchange objects of JSON.
+"""A connection between two nodes of one engine: both prove the token, then exchange objects of JSON.
 
 A frame is its length, 4 bytes big-endian, and JSON. Nothing is unpickled, and nothing is sent that a program runs.
 """
@@ -142,8 +142,8 @@ def greet_follower(link: Link, token: str | None, size: int) -> int:
     back what it was sent.
 
     Raises:
-        ClusterError: the field is `token` for a stranger, and another for a host that knows the token but not the
-            right rank or number of hosts; it was told why.
+        ClusterError: the field is `token` for a stranger, and another for a node that knows the token but not the
+            right rank or number of nodes; it was told why.
         OSError: the connection was lost, or too slow.
     """
     nonce = os.urandom(_NONCE).hex()
@@ -151,13 +151,13 @@ def greet_follower(link: Link, token: str | None, size: int) -> int:
     greeting = link.receive(_MAX_GREETING) or {}
     theirs, rank, nnodes = greeting.get("nonce"), greeting.get("rank"), greeting.get("nnodes")
     if not (isinstance(theirs, str) and type(rank) is int and type(nnodes) is int):
-        raise ClusterError("whoever connected is not a host of an engine", field="token")
+        raise ClusterError("whoever connected is not a node of an engine", field="token")
     facts = nonce, theirs, rank, nnodes
     if not _is_proof(greeting.get("proof"), token, "follower", facts):
         refuse(link, ClusterError("is another one at rank 0", field="JAXSERVE_CLUSTER_TOKEN"))
-        raise ClusterError(f"a host that calls itself rank {shorten(rank)} has another token", field="token")
+        raise ClusterError(f"a node that calls itself rank {shorten(rank)} has another token", field="token")
     if nnodes != size:
-        message = f"is {size} at rank 0 and {nnodes} at rank {rank}; give all hosts the same"
+        message = f"is {size} at rank 0 and {nnodes} at rank {rank}; give all nodes the same"
         raise refuse(link, ClusterError(message, field="nnodes", value=nnodes))
     if not 0 < rank < size:
         message = f"must be 1 to {size - 1} above rank 0, got {rank}"
@@ -170,12 +170,12 @@ def greet_leader(link: Link, token: str | None, rank: int, size: int) -> None:
     """Proves the token to rank 0, and lets it prove its own.
 
     Raises:
-        ClusterError: it has another token, or refuses this host.
+        ClusterError: it has another token, or refuses this node.
         OSError: the connection was lost, or too slow, or rank 0 has no place for one more; it may be tried again.
     """
     greeting = link.receive(_MAX_GREETING)
     if greeting is None:
-        raise ConnectionError("it has no place for another host at the moment")
+        raise ConnectionError("it has no place for another node at the moment")
     nonce = greeting.get("nonce")
     if not isinstance(nonce, str):
         raise ClusterError("who answers there is not rank 0 of an engine", field="master_addr")

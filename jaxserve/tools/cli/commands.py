@@ -33,7 +33,7 @@ BATCH_OPTIONS = (  # the server's options that matter without a socket
 def serve(args: argparse.Namespace) -> int:
     """`jaxserve serve`; the log explains failures."""
     require_packages("serve", SERVER_PACKAGES)
-    from jaxserve.engine.nodes import find_hosts
+    from jaxserve.engine.nodes import find_nodes
     from jaxserve.server.headless import serve_headless
     from jaxserve.server.launch import serve as run
     from jaxserve.server.options import ServerConfig
@@ -44,8 +44,8 @@ def serve(args: argparse.Namespace) -> int:
         from jaxserve.tools.cluster.replicas import serve_replicas
 
         return serve_replicas(args.argv, engine, config)
-    engine = find_hosts(engine)
-    return serve_headless(engine, config) if engine.hosts.headless else run(engine, config)
+    engine = find_nodes(engine)
+    return serve_headless(engine, config) if engine.nodes.headless else run(engine, config)
 
 
 def generate(args: argparse.Namespace) -> int:

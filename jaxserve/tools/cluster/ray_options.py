@@ -82,8 +82,8 @@ def _refuse_others(engine: Mapping[str, Any], serving: Mapping[str, Any]) -> Non
         if name in proxied:
             message = "Ray Serve's proxy listens; set it in http_options of its own configuration"
             raise ConfigError(message, field=name, value=serving[name])
-    if (config.hosts.nnodes or 1) > 1:
-        raise ConfigError("a replica is an engine of one host", field="nnodes", value=config.hosts.nnodes)
+    if (config.nodes.nnodes or 1) > 1:
+        raise ConfigError("a replica is an engine of one node", field="nnodes", value=config.nodes.nnodes)
     if config.replicas.data_parallel_size > 1:
         message = "Ray Serve starts the copies; use num_replicas or max_replicas"
         raise ConfigError(message, field="data_parallel_size", value=config.replicas.data_parallel_size)

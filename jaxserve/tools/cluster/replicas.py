@@ -89,8 +89,8 @@ def refuse_with_replicas(engine: EngineConfig, config: ServerConfig) -> None:
     for field, value, text in (
         (
             "nnodes",
-            engine.hosts.nnodes if (engine.hosts.nnodes or 1) > 1 else None,
-            "a replica is an engine of one host",
+            engine.nodes.nnodes if (engine.nodes.nnodes or 1) > 1 else None,
+            "a replica is an engine of one node",
         ),
         ("uds", listen.uds, "several servers cannot listen on one path"),
         ("admin_port", listen.admin_port, "several servers cannot listen on one port"),

@@ -1,4 +1,4 @@
-"""The description of an engine, which recordings, bundles and hosts compare: of quantized models above all."""
+"""The description of an engine, which recordings, bundles and nodes compare: of quantized models above all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIGS["gpt-oss"] = load_case("gpt_oss_mxfp4").config
 def test_a_quantized_model_is_described_in_values_of_json(name: str) -> None:
     described = describe_model(parse_config(CONFIGS[name]))
     assert described["model"]["quantization"]["rules"]
-    assert json.loads(pack(described)[4:]) == described  # as hosts send it
+    assert json.loads(pack(described)[4:]) == described  # as nodes send it
     assert json.loads(json.dumps(described)) == described  # as files have it
 
 

@@ -38,8 +38,8 @@ def test_an_unknown_kind_is_refused_with_those_that_are_known(name: str) -> None
         room.find_build_target(name, 1)
 
 
-def test_gpus_that_fill_no_hosts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size: 9 GPUs are not hosts of 8; use a multiple"):
+def test_gpus_that_fill_no_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 9 GPUs are not nodes of 8; use a multiple"):
         room.find_build_target("h200", 9)
 
 

@@ -1,4 +1,4 @@
-"""Groups of hosts over real sockets, as threads."""
+"""Groups of nodes over real sockets, as threads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from jaxserve.errors import ClusterError
 from jaxserve.features.multinode.group import FollowerGroup, LeaderGroup
 from jaxserve.features.multinode.wire import Link
-from jaxserve.parallel_options import HostOptions
-from tests.nodes.hosts import find_ports
+from jaxserve.parallel_options import NodeOptions
+from tests.nodes.nodes import find_ports
 
 TOKEN = "secret"
 Losses = queue.SimpleQueue[tuple[int, ClusterError]]
@@ -25,9 +25,9 @@ def find_port() -> int:
     return find_ports(2)[0]
 
 
-def make_options(rank: int, size: int, port: int, **options: Any) -> HostOptions:
+def make_options(rank: int, size: int, port: int, **options: Any) -> NodeOptions:
     given = {"init_timeout": 10.0, "step_timeout": 10.0} | options
-    return HostOptions(nnodes=size, node_rank=rank, master_addr="127.0.0.1", master_port=port, **given)
+    return NodeOptions(nnodes=size, node_rank=rank, master_addr="127.0.0.1", master_port=port, **given)
 
 
 def end(group: LeaderGroup | FollowerGroup) -> None:

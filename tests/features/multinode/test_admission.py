@@ -1,4 +1,4 @@
-"""Hosts that join rank 0, and strangers who do not."""
+"""Nodes that join rank 0, and strangers who do not."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxserve.features.multinode import admission as multihost_admission
 from jaxserve.features.multinode.group import FollowerGroup, LeaderGroup
 from jaxserve.features.multinode.places import Places
 from jaxserve.features.multinode.wire import MAX_FRAME, Link, greet_leader, pack, raise_refusal
-from jaxserve.parallel_options import HostOptions
+from jaxserve.parallel_options import NodeOptions
 from tests.features.multinode.groups import TOKEN, connect, end, find_port, join, make_options
 
 
 def answer_with(link: Link, **fields: Any) -> None:
-    """Greets rank 0 as a host with a field of its own, and raises what rank 0 refuses."""
+    """Greets rank 0 as a node with a field of its own, and raises what rank 0 refuses."""
     assert link.receive() is not None  # the nonce
     link.send({"nonce": "00", "rank": 1, "nnodes": 2, "proof": "00"} | fields)
     raise_refusal(link.receive() or {})
@@ -52,7 +52,7 @@ def test_rank_0_may_never_answer() -> None:
 @pytest.mark.parametrize(
     ("rank", "size", "text"),
     [
-        (1, 3, "nnodes: is 2 at rank 0 and 3 at rank 1; give all hosts the same"),
+        (1, 3, "nnodes: is 2 at rank 0 and 3 at rank 1; give all nodes the same"),
         (2, 2, "node_rank: must be 1 to 1 above rank 0, got 2"),
         (0, 2, "node_rank: must be 1 to 1 above rank 0, got 0"),
     ],
@@ -67,19 +67,19 @@ def test_a_host_that_does_not_belong_is_refused_at_both_ends(rank: int, size: in
             leading.result(20)
 
 
-def test_two_hosts_of_one_rank_are_refused() -> None:
+def test_two_nodes_of_one_rank_are_refused() -> None:
     port = find_port()
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(LeaderGroup.open, make_options(0, 3, port), TOKEN, on_loss=print)
         links = [connect(port) for _ in range(2)]
         for link in links:
             greet_leader(link, TOKEN, 1, 3)
-        with pytest.raises(ClusterError, match="two hosts say that they are rank 1"):
+        with pytest.raises(ClusterError, match="two nodes say that they are rank 1"):
             leading.result(20)
         assert [link.receive()["refused"][0] for link in links] == ["node_rank"] * 2  # type: ignore[index]
 
 
-def test_strangers_are_turned_away_and_hosts_still_come() -> None:
+def test_strangers_are_turned_away_and_nodes_still_come() -> None:
     port = find_port()
     with ThreadPoolExecutor(2) as pool:
         leading = pool.submit(LeaderGroup.open, make_options(0, 2, port), TOKEN, on_loss=print)
@@ -109,7 +109,7 @@ def test_strangers_are_turned_away_and_hosts_still_come() -> None:
             socket.create_connection(("127.0.0.1", port), 1)  # nobody else is expected
 
 
-def test_strangers_who_drip_do_not_keep_the_hosts_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_who_drip_do_not_keep_the_nodes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are places, from many addresses, each with a byte before every wait is over."""
     monkeypatch.setattr(multihost_admission, "GREETING_SECONDS", 1.0)
     monkeypatch.setattr(multihost_admission, "_UNPROVEN", 16)
@@ -193,8 +193,8 @@ def test_an_impostor_in_place_of_rank_0_is_not_believed() -> None:
 
 @pytest.mark.parametrize("group", [LeaderGroup.open, FollowerGroup.join])
 def test_without_a_token_only_this_machine_is_trusted(group: Callable[..., Any]) -> None:
-    options = HostOptions(nnodes=2, node_rank=0, master_addr="engine-0.example", init_timeout=0.1)
-    with pytest.raises(ConfigError, match="JAXSERVE_CLUSTER_TOKEN: must be set on all hosts"):
+    options = NodeOptions(nnodes=2, node_rank=0, master_addr="engine-0.example", init_timeout=0.1)
+    with pytest.raises(ConfigError, match="JAXSERVE_CLUSTER_TOKEN: must be set on all nodes"):
         group(options, None, on_loss=print)
 
 
@@ -228,6 +228,6 @@ def test_the_name_of_rank_0_may_be_known_late(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_name_that_stays_unknown_is_a_config_error() -> None:
-    options = HostOptions(nnodes=2, node_rank=0, master_addr="rank-0.invalid", init_timeout=0.6)
+    options = NodeOptions(nnodes=2, node_rank=0, master_addr="rank-0.invalid", init_timeout=0.6)
     with pytest.raises(ConfigError, match=r"master_addr: rank 0 cannot listen on rank-0.invalid:29501 \("):
         LeaderGroup.open(options, TOKEN, on_loss=print)

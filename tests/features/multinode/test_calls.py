@@ -149,7 +149,7 @@ def test_a_step_that_fails_here_ends_all() -> None:
 
 def test_a_step_that_never_ends_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
-    stuck = SimpleNamespace(wait=lambda: ended.wait(20))  # the host's other threads live
+    stuck = SimpleNamespace(wait=lambda: ended.wait(20))  # the node's other threads live
     with pair(step_timeout=1.0) as (engine, _, journals, _, losses):
         monkeypatch.setattr(journals[1].device, "start", lambda plan: SimpleNamespace(sample=lambda mask: stuck))
         run_one(engine)

@@ -1,4 +1,4 @@
-"""Hosts over real sockets, as threads: what they agree on, and how a loss is noticed."""
+"""Nodes over real sockets, as threads: what they agree on, and how a loss is noticed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_all(leader: LeaderGroup, followers: list[FollowerGroup], call: Callable[[
         return [job.exception(20) or job.result() for job in jobs]
 
 
-def test_hosts_agree() -> None:
+def test_nodes_agree() -> None:
     with join(3) as (leader, followers, losses):
         assert (
             on_all(leader, followers, lambda group: group.share({"a": [1]} if group.rank == 0 else None))
@@ -80,7 +80,7 @@ def test_a_silent_host_is_a_lost_one() -> None:
         assert leader.wait_for_end(0)
 
 
-def test_idle_hosts_are_not_silent() -> None:
+def test_idle_nodes_are_not_silent() -> None:
     with join(2, step_timeout=0.5) as (leader, _, losses):
         assert not leader.wait_for_end(1.5)
         assert losses.empty()
@@ -103,7 +103,7 @@ def test_a_host_that_reads_nothing_is_lost_instead_of_waited_for() -> None:
     link.close()
 
 
-def test_a_step_that_fails_with_a_lost_host_is_that_hosts_loss() -> None:
+def test_a_step_that_fails_with_a_lost_host_is_that_nodes_loss() -> None:
     with join(2) as (leader, followers, losses):
         followers[0]._links[0]._connection.shutdown(socket.SHUT_RDWR)
         leader.lose_step(7, RuntimeError("a collective failed"))
@@ -125,4 +125,4 @@ def test_calls_that_pile_up_are_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     with join(2) as (leader, _, losses):
         leader.send({"call": "reset"})
         told = {losses.get(timeout=10) for _ in range(2)}
-        assert {(rank, str(error)) for rank, error in told} >= {(0, "nnodes: the other hosts have left 0 calls unread")}
+        assert {(rank, str(error)) for rank, error in told} >= {(0, "nnodes: the other nodes have left 0 calls unread")}

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.nodes.hosts import find_ports
+from tests.nodes.nodes import find_ports
 from tests.programs import PROGRAMS
 from tests.tools.cluster.clients import stream_sum
 

@@ -92,14 +92,14 @@ def test_clients_reach_nginx_alone(routed: dict[str, Any], host: str) -> None:
 
 
 def test_the_router_is_where_no_page_finds_it(routed: dict[str, Any]) -> None:
-    hosts = set()
+    nodes = set()
     for _ in range(2):
         serve(port=room.find_free_ports(1)[0])
         words = routed["fronts"][0].command
-        hosts.add(find_word(words, "--host"))
+        nodes.add(find_word(words, "--host"))
         assert find_word(words, "--prometheus-host") == find_word(words, "--host")
         assert find_word(words, "--cors-allowed-origins").endswith(".invalid"), "not the default, which is every origin"
-    assert len(hosts) == 2 and all(ipaddress.ip_address(host).is_loopback for host in hosts)
+    assert len(nodes) == 2 and all(ipaddress.ip_address(host).is_loopback for host in nodes)
     assert routed["mode"] & 0o077 == 0, "others cannot read its address"
 
 

@@ -21,7 +21,7 @@ import openai
 import pytest
 
 from jaxserve.tools.cluster.nginx import find_nginx
-from tests.nodes.hosts import FLAGS, ROOT, find_ports
+from tests.nodes.nodes import FLAGS, ROOT, find_ports
 from tests.programs import PROGRAMS
 from tests.tools.cluster.clients import stream_sum
 from tests.tools.cluster.test_nginx import CONTROL, DISGUISED, METHODS, Stand

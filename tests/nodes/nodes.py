@@ -26,7 +26,7 @@ TOKEN = "a secret of this test"
 
 
 @dataclass
-class Host:
+class Node:
     """One process and every line that it has logged."""
 
     process: subprocess.Popen[str]
@@ -74,8 +74,8 @@ def _is_free(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def launch(*flags: str, port: int, devices: int, token: str | None = TOKEN) -> Host:
-    """Starts `jaxserve serve` on some CPU devices, where the host's code may use no collective."""
+def launch(*flags: str, port: int, devices: int, token: str | None = TOKEN) -> Node:
+    """Starts `jaxserve serve` on some CPU devices, where the node's code may use no collective."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     environment |= {} if token is None else {"JAXSERVE_CLUSTER_TOKEN": token}
     command = [sys.executable, str(ROOT / "tests/nodes/strict.py"), "serve", *flags]
@@ -89,12 +89,12 @@ def launch(*flags: str, port: int, devices: int, token: str | None = TOKEN) -> H
         text=True,
         errors="replace",
     )
-    host = Host(process, port)
-    threading.Thread(target=_read, args=(host,), daemon=True).start()
-    return host
+    node = Node(process, port)
+    threading.Thread(target=_read, args=(node,), daemon=True).start()
+    return node
 
 
-def launch_pair(model: str, *flags: str, tokens: tuple[str | None, str | None] = (TOKEN, TOKEN)) -> list[Host]:
+def launch_pair(model: str, *flags: str, tokens: tuple[str | None, str | None] = (TOKEN, TOKEN)) -> list[Node]:
     """Starts rank 0 and rank 1 of one engine of four devices."""
     master, _, api, probes = find_ports(4)
     common = (model, "-tp", "4", "--nnodes", "2", "--master-port", str(master), *FLAGS, *flags)
@@ -105,39 +105,39 @@ def launch_pair(model: str, *flags: str, tokens: tuple[str | None, str | None] =
 
 
 @contextmanager
-def run_pair(model: str, *flags: str) -> Iterator[list[Host]]:
+def run_pair(model: str, *flags: str) -> Iterator[list[Node]]:
     """Yields rank 0 and rank 1, ready, and ends them."""
-    hosts = launch_pair(model, *flags)
+    nodes = launch_pair(model, *flags)
     try:
-        for host in hosts:
-            host.wait_until_ready()
-        yield hosts
+        for node in nodes:
+            node.wait_until_ready()
+        yield nodes
     finally:
-        end(hosts)
+        end(nodes)
 
 
 @contextmanager
-def run_one(model: str, *flags: str) -> Iterator[Host]:
+def run_one(model: str, *flags: str) -> Iterator[Node]:
     """Yields the same engine in one process."""
     (port,) = find_ports(1)
-    host = launch(model, "-tp", "4", "--port", str(port), *FLAGS, *flags, port=port, devices=4)
+    node = launch(model, "-tp", "4", "--port", str(port), *FLAGS, *flags, port=port, devices=4)
     try:
-        host.wait_until_ready()
-        yield host
+        node.wait_until_ready()
+        yield node
     finally:
-        end([host])
+        end([node])
 
 
-def end(hosts: list[Host]) -> None:
+def end(nodes: list[Node]) -> None:
     """Kills what still runs."""
-    for host in hosts:
-        if host.process.poll() is None:
-            host.process.send_signal(signal.SIGCONT)
-            host.process.kill()
-        host.process.wait(20)
+    for node in nodes:
+        if node.process.poll() is None:
+            node.process.send_signal(signal.SIGCONT)
+            node.process.kill()
+        node.process.wait(20)
 
 
-def _read(host: Host) -> None:
-    assert host.process.stdout is not None
-    for line in host.process.stdout:
-        host.lines.append(line.rstrip("\n"))
+def _read(node: Node) -> None:
+    assert node.process.stdout is not None
+    for line in node.process.stdout:
+        node.lines.append(line.rstrip("\n"))
