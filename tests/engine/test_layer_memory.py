@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,8 @@ def test_a_token_is_computed_once_however_late_its_mask(monkeypatch: pytest.Monk
     llm = make_toy(monkeypatch, tmp_path, HYBRID)
     prompt = make_ids(9, 3)
     grammar = Grammar(slow={1, 3}, forced={5: make_ids(4, 6)})
-    monkeypatch.setattr(llm.ready.requests, "_compile_grammar", lambda params: grammar if params else None)
+    compiler = SimpleNamespace(compile=lambda params: grammar)
+    monkeypatch.setattr(type(llm.ready.requests), "grammars", compiler)
     grammar.automaton = None  # type: ignore[attr-defined]
     (output,) = run(llm, [prompt], 12, structured_outputs=StructuredOutputsParams(regex="x")).values()
     before = continue_alone(get_params(llm), HYBRID, prompt, 5)

@@ -52,7 +52,8 @@ def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str
     cut, prompts = body.truncate_prompt_tokens, list_prompts(body.input, most, "input")
     for each in prompts:
         check_length(each.get("prompt"), state, "input", cuts=cut is not None)
-    return [make(each, truncate_prompt_tokens=cut, **options) for each in prompts]
+    schedule = {name: value for name, value in options.items() if name != "compile_grammar"}  # texts have none
+    return [make(each, truncate_prompt_tokens=cut, **schedule) for each in prompts]
 
 
 async def _embed(body: EmbeddingRequest, model: str, requests: Sequence[EngineRequest], http: Request) -> bytes:

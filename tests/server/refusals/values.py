@@ -80,7 +80,7 @@ COUNTS: list[Row] = [
     ),
 ]
 TEXTS: list[Row] = [
-    *(({"prompt": value}, "prompt") for value in ([], [[]], [[], [5]], ["a"] * 1025)),
+    *(({"prompt": value}, "prompt") for value in ([], [[]], [[], [5]], ["a"] * 2049)),
     *(({"prompt": value}, "prompt") for value in ([-1], [1536], [2**40], [2**70], [[5], [1536]])),
     *(({"prompt": value}, "prompt[0]") for value in ([True], [1.5], [None], [{}], [1, "a"])),
     ({"prompt": ["a", [1]]}, "prompt[1]"),
@@ -91,7 +91,7 @@ TEXTS: list[Row] = [
     ({"echo": True, "logprobs": 10**6}, "logprobs"),
 ]
 EMBEDDINGS: list[Row] = [
-    *(({"input": value}, "input") for value in ("", [], [""], [[]], ["a", ""], ["a"] * 1025)),
+    *(({"input": value}, "input") for value in ("", [], [""], [[]], ["a", ""], ["a"] * 2049)),
     *(({"input": value}, "input") for value in ([-1], [1536], [2**70], [[1], [1536]])),
     ({"input": ["a", 5]}, "input[1]"),
     *(({"dimensions": value}, "dimensions") for value in (0, -1, 257, 10**6, 2**70)),
