@@ -33,7 +33,7 @@ from jaxserve.core.runtime.programs import Programs
 from jaxserve.core.runtime.quantizer import WeightQuantizer
 from jaxserve.core.runtime.rows import SampleVariant, list_variants
 from jaxserve.core.runtime.runner import ModelRunner
-from jaxserve.core.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SampleInputs
+from jaxserve.core.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SelectedLines
 from jaxserve.core.runtime.tee import TeeRunner
 from jaxserve.core.sampling import sampler_state_specs
 from jaxserve.core.scheduler import Scheduler, SchedulerLimits
@@ -102,11 +102,11 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
     def null_forward(params: Any, cache: Any, rows: Any, packed: Any, more: Any, *, num_rows: int) -> Any:
         del params, packed, more
         blank = jnp.zeros((num_rows, 1), jnp.int32)
-        selected = SampleInputs(jnp.zeros((1, 1)), RowLines(jnp.zeros((num_rows, 3), jnp.int32)))
+        selected = SelectedLines(jnp.zeros((1, 1)), RowLines(jnp.zeros((num_rows, 3), jnp.int32)))
         return cache, rows, selected, HiddenStates(blank, None)
 
     def null_sample(
-        rows: Any, kept: Any, sampler: None, read: Any, selected: SampleInputs, mask: None, *, width: int
+        rows: Any, kept: Any, sampler: None, read: Any, selected: SelectedLines, mask: None, *, width: int
     ) -> Any:
         """Accepts all drafts of every other row and none of the rest; drafts the same again."""
         ids = jnp.arange(len(selected.lines), dtype=jnp.int32) % 97 + 32

@@ -24,7 +24,7 @@ from jaxserve.core.runtime.device_state import KVCache, RowState, make_zeros
 from jaxserve.core.runtime.inputs import InputLayout
 from jaxserve.core.runtime.memory import plan_cache
 from jaxserve.core.runtime.shapes import Shapes
-from jaxserve.core.runtime.step_arrays import HiddenStates, SampleInputs
+from jaxserve.core.runtime.step_arrays import HiddenStates, SelectedLines
 from jaxserve.core.runtime.step_model import StepModel
 from jaxserve.core.sharding import make_mesh
 from jaxserve.engine.model_files import load_params, locate_model, resolve_model
@@ -82,7 +82,7 @@ class NullStep:
 
     model: StepModel
     bucket_rows: int
-    run: Callable[[StepState], tuple[StepState, SampleInputs, HiddenStates]]
+    run: Callable[[StepState], tuple[StepState, SelectedLines, HiddenStates]]
     make_state: Callable[[], StepState]
 
 
@@ -118,7 +118,7 @@ def make_step(model: NullModel, rows: int, position: int) -> NullStep:
     packed = _pack(InputLayout(bucket, inputs.state_shape), rows, position, shapes.model.vocab_size)
     on_device = jax.device_put(packed, inputs.replicated)
 
-    def run(state: StepState) -> tuple[StepState, SampleInputs, HiddenStates]:
+    def run(state: StepState) -> tuple[StepState, SelectedLines, HiddenStates]:
         cache, row_state, selected, hidden = program(model.params, *state, on_device, ())
         return (cache, row_state), selected, hidden
 

@@ -10,7 +10,7 @@ import jax
 
 from jaxserve.core.layers.moe import EXPERTS, MoEConfig
 from jaxserve.core.models.base import DecoderConfig
-from jaxserve.core.runtime.grouped_test import Matrix, find_fault
+from jaxserve.core.runtime.product_check import Matrix, find_fault
 from jaxserve.core.runtime.products import read_format
 from jaxserve.families.registry import list_params
 from pallas_kernels import choose_grouped_impl

@@ -25,7 +25,7 @@ from jaxserve.core.runtime.program_inputs import ProgramInputs
 from jaxserve.core.runtime.programs import Program, ProgramKey, Programs
 from jaxserve.core.runtime.protocol import Runner
 from jaxserve.core.runtime.sizes import Sizes
-from jaxserve.core.runtime.step_arrays import RowLines, SampledTokens, SampleInputs
+from jaxserve.core.runtime.step_arrays import RowLines, SampledTokens, SelectedLines
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.sampling import SamplerState
 from jaxserve.core.scheduler.step_plan import StepPlan
@@ -229,7 +229,7 @@ class FeatureHost:
     def keep(self, kept: Any) -> None:
         """Takes back what a sample program donated."""
 
-    def draft(self, device: DeviceState, params: Any, selected: SampleInputs, sampled: SampledTokens) -> SampledTokens:
+    def draft(self, device: DeviceState, params: Any, selected: SelectedLines, sampled: SampledTokens) -> SampledTokens:
         """Drafts what may follow a step's tokens, if the plan wants drafts; returns the tokens with them.
 
         Args:

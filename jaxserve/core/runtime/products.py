@@ -13,7 +13,7 @@ import jax
 
 from jaxserve.core.layers.moe import EXPERTS
 from jaxserve.core.models.base import DecoderConfig, ParamSpec
-from jaxserve.core.runtime.grouped_test import Matrix, find_fault
+from jaxserve.core.runtime.product_check import Matrix, find_fault
 from jaxserve.families.registry import list_params
 from pallas_kernels import QuantizedFormat, QuantizedProducts, choose_quantized_impl, list_row_dtypes
 from pallas_kernels.cpu.product import find_fault as find_product_fault

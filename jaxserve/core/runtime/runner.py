@@ -19,7 +19,7 @@ from jaxserve.core.runtime.programs import Programs, call_program
 from jaxserve.core.runtime.protocol import ParamUpdates
 from jaxserve.core.runtime.rows import RowMirror, SampleVariant
 from jaxserve.core.runtime.step import head_params
-from jaxserve.core.runtime.step_arrays import HiddenStates, SampledTokens, SampleInputs
+from jaxserve.core.runtime.step_arrays import HiddenStates, SampledTokens, SelectedLines
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.runtime.step_future import StepFuture
 from jaxserve.core.sampling import RowSetting, SamplerState, make_row_setting
@@ -51,7 +51,7 @@ class StartedStep:
     num_rows: int
     variant: SampleVariant
     wants_logprobs: bool
-    selected: SampleInputs
+    selected: SelectedLines
     prompt_logprobs: Any
     embeddings: Any
     drafts: bool = False  # whether drafts follow its tokens
@@ -254,7 +254,7 @@ class ModelRunner:
             logprobs = device.programs.get("logprobs", (bucket.rows, bucket.width))(step.selected, sampled.ids)
         return StepFuture(sampled, (logprobs, step.prompt_logprobs, step.embeddings), step.num_rows, step.beside)
 
-    def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SampleInputs, HiddenStates]:
+    def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SelectedLines, HiddenStates]:
         device = self.device
         arguments = self.params, device.cache, device.rows, packed, self._feature_params
         program = device.programs.get("forward", bucket)

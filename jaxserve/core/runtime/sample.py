@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxserve.core.runtime.device_state import RowState
 from jaxserve.core.runtime.feature import SampledStep
 from jaxserve.core.runtime.rows import EXTRA_FIELDS, SAMPLING_FIELDS, SampleVariant
-from jaxserve.core.runtime.step_arrays import RowLines, SampledTokens, SampleInputs, unpack_sampling
+from jaxserve.core.runtime.step_arrays import RowLines, SampledTokens, SelectedLines, unpack_sampling
 from jaxserve.core.runtime.step_model import StepModel
 from jaxserve.core.sampling import (
     SamplerState,
@@ -37,7 +37,7 @@ def sample_tokens(
     kept: tuple[Any, ...],
     sampler: SamplerState | None,
     read: tuple[Any, ...],
-    selected: SampleInputs,
+    selected: SelectedLines,
     mask: UInt32[Array, "N M"] | None,
     *,
     model: StepModel,
@@ -70,11 +70,11 @@ def sample_tokens(
     return rows, kept, sampler, sampled
 
 
-def _draw_lines(rows: RowState, selected: SampleInputs, *, model: StepModel, greedy: bool) -> Int[Array, "S W"]:
+def _draw_lines(rows: RowState, selected: SelectedLines, *, model: StepModel, greedy: bool) -> Int[Array, "S W"]:
     width = selected.width
     lines = selected
     if width > 1:
-        lines = SampleInputs(selected.logits, RowLines(jnp.repeat(selected.lines.array, width, axis=0)))
+        lines = SelectedLines(selected.logits, RowLines(jnp.repeat(selected.lines.array, width, axis=0)))
     ids = _draw(lines, _list_positions(rows, selected).reshape(-1), model=model, greedy=greedy)
     return ids.reshape(-1, width)
 
@@ -82,7 +82,7 @@ def _draw_lines(rows: RowState, selected: SampleInputs, *, model: StepModel, gre
 def _draw_shaped_lines(
     rows: RowState,
     sampler: SamplerState,
-    selected: SampleInputs,
+    selected: SelectedLines,
     mask: UInt32[Array, "N M"] | None,
     *,
     model: StepModel,
@@ -93,7 +93,7 @@ def _draw_shaped_lines(
     def draw_one(carry: tuple[SamplerState, Bool[Array, " S"]], at: tuple[Array, ...]) -> tuple[tuple, Array]:
         (sampler, is_open), (positions, logits, mask, draft) = carry, at
         # The sampler counts a row's tokens as long as its drafts are accepted.
-        line = SampleInputs(logits, selected.lines.restrict(is_open))
+        line = SelectedLines(logits, selected.lines.restrict(is_open))
         sampler, ids = _draw_shaped(sampler, line, positions, mask, model=model)
         return (sampler, is_open & (ids == draft)), ids
 
@@ -106,13 +106,13 @@ def _draw_shaped_lines(
     return sampler, ids.T
 
 
-def _list_positions(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
+def _list_positions(rows: RowState, selected: SelectedLines) -> Int[Array, "S W"]:
     """Returns the positions of the tokens to be sampled."""
     ends = rows.num_computed[selected.lines.row_ids]
     return ends[:, None] + jnp.arange(1 - selected.width, 1, dtype=ends.dtype)
 
 
-def _read_drafts(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
+def _read_drafts(rows: RowState, selected: SelectedLines) -> Int[Array, "S W"]:
     """Returns the drafts that each sampled token is compared with; the last one has none."""
     if rows.drafts is None:
         return jnp.full((len(selected.lines), selected.width), NO_DRAFT)
@@ -120,7 +120,7 @@ def _read_drafts(rows: RowState, selected: SampleInputs) -> Int[Array, "S W"]:
     return jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=NO_DRAFT)
 
 
-def _draw(selected: SampleInputs, positions: Int[Array, " S"], *, model: StepModel, greedy: bool) -> Int[Array, " S"]:
+def _draw(selected: SelectedLines, positions: Int[Array, " S"], *, model: StepModel, greedy: bool) -> Int[Array, " S"]:
     vocab_size = model.config.vocab_size
     if greedy:
         ids, are_finite = map_rows(partial(sample_greedy, vocab_size=vocab_size), selected.logits)
@@ -133,7 +133,7 @@ def _draw(selected: SampleInputs, positions: Int[Array, " S"], *, model: StepMod
 
 def _draw_shaped(
     sampler: SamplerState,
-    selected: SampleInputs,
+    selected: SelectedLines,
     positions: Int[Array, " S"],
     mask: UInt32[Array, "S M"] | None,
     *,
@@ -142,7 +142,7 @@ def _draw_shaped(
     vocab_size = model.config.vocab_size
     inputs = unpack_sampling(selected.lines.sampling, positions)
 
-    def draw_row(line: SampleInputs, mask: Array | None, inputs: SamplingInputs, uniform: Array) -> tuple[Array, ...]:
+    def draw_row(line: SelectedLines, mask: Array | None, inputs: SamplingInputs, uniform: Array) -> tuple[Array, ...]:
         shaped = line.logits if mask is None else mask_logits(line.logits, mask)
         shaped = shape_logits(shaped, inputs, sampler, line.lines.row_ids, vocab_size=vocab_size)
         if model.processor is not None:
@@ -162,7 +162,7 @@ def _end_runs(
     rows: RowState,
     kept: tuple[Any, ...],
     read: tuple[Any, ...],
-    selected: SampleInputs,
+    selected: SelectedLines,
     ids: Int[Array, "S W"],
     *,
     model: StepModel,
@@ -199,7 +199,7 @@ def count_sampled(is_sampled: Int[Array, " S"], runs: Int[Array, "S W"]) -> Int[
     return jnp.where(is_sampled == 1, jnp.sum(runs >= 0, axis=1), 0)
 
 
-def _process(logits: Float[Array, " V"], line: SampleInputs, processor: LogitsProcessor) -> Float[Array, " V"]:
+def _process(logits: Float[Array, " V"], line: SelectedLines, processor: LogitsProcessor) -> Float[Array, " V"]:
     """Runs the engine's logits processor on a row that asks for it."""
     fields = dict(zip(SAMPLING_FIELDS, line.lines.sampling, strict=True))
     columns = [lax.bitcast_convert_type(fields[name], jnp.float32) for name in EXTRA_FIELDS]

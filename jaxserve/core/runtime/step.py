@@ -29,7 +29,7 @@ from jaxserve.core.runtime.feature import ForwardedStep, StepFeature
 from jaxserve.core.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
 from jaxserve.core.runtime.rows import SAMPLING_FIELDS, SampleVariant
 from jaxserve.core.runtime.sample import sample_tokens
-from jaxserve.core.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SampleInputs
+from jaxserve.core.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SelectedLines
 from jaxserve.core.runtime.step_model import StepModel
 from jaxserve.core.sampling import (
     LogprobArrays,
@@ -51,7 +51,7 @@ def forward(
     *,
     model: StepModel,
     layout: InputLayout,
-) -> tuple[KVCache, RowState, SampleInputs, HiddenStates]:
+) -> tuple[KVCache, RowState, SelectedLines, HiddenStates]:
     """Runs a step up to the logits; returns the cache and the rows after it. `cache` and `rows` are donated."""
     return run_forward(params, cache, rows, layout.views(packed), feature_params, model=model, layout=layout)
 
@@ -65,7 +65,7 @@ def run_forward(
     *,
     model: StepModel,
     layout: InputLayout,
-) -> tuple[KVCache, RowState, SampleInputs, HiddenStates]:
+) -> tuple[KVCache, RowState, SelectedLines, HiddenStates]:
     """`forward` on unpacked inputs."""
     bucket, before = layout.bucket, rows
     rows, seq_lens = _advance(rows, inputs)
@@ -112,7 +112,7 @@ def run_forward(
         model.config, params, model.mesh, bucket, before, inputs, tokens, seq_lens, tables, captured, ends
     )
     rows, feature_pools, handed = _follow(model.features, feature_params, cache[count:], rows, step)
-    return (*pools, *feature_pools), rows, SampleInputs(logits, lines, handed), states
+    return (*pools, *feature_pools), rows, SelectedLines(logits, lines, handed), states
 
 
 def _follow(
@@ -129,7 +129,7 @@ def _follow(
 
 
 def compute_step_logprobs(
-    selected: SampleInputs, token_ids: Int[Array, "S W"], *, model: StepModel, max_logprobs: int
+    selected: SelectedLines, token_ids: Int[Array, "S W"], *, model: StepModel, max_logprobs: int
 ) -> LogprobArrays | Float[Array, "S V"]:
     """Returns log-probabilities of the sampled and the `max_logprobs` likeliest tokens; of all tokens if it is -1."""
     vocab_size = model.config.vocab_size

@@ -59,7 +59,7 @@ class RowLines:
 
 
 @flax.struct.dataclass
-class SampleInputs:
+class SelectedLines:
     """What `forward` hands to sampling. Shapes depend on rows only, so that the programs add up, not multiply.
 
     N = S, one line of logits per row; in a verify step N = S * W, W in each row's order. An engine that only makes

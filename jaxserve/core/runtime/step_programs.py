@@ -25,7 +25,7 @@ from jaxserve.core.runtime.step import (
     head_params,
     pool_last,
 )
-from jaxserve.core.runtime.step_arrays import SampleInputs
+from jaxserve.core.runtime.step_arrays import SelectedLines
 from jaxserve.core.runtime.step_model import StepModel
 from jaxserve.core.sampling import make_row_setting, set_row
 from jaxserve.sampling_params import limit_prompt_logprobs
@@ -98,11 +98,11 @@ class EnginePrograms:
                 return program
         raise ValueError(f"kind: there are no {kind!r} programs")
 
-    def select(self, rows: int, width: int) -> SampleInputs:
+    def select(self, rows: int, width: int) -> SelectedLines:
         """Returns the abstract values that a forward program of `rows` rows hands to sampling."""
         count, inputs = rows * width, self.inputs
         handed = (None if width == 1 else each.handed_specs(count) for each in self.model.features)
-        return SampleInputs(
+        return SelectedLines(
             logits=inputs.spec((count, self.model.config.vocab_size), jnp.float32),
             lines=inputs.lines(rows),
             handed=jax.tree.map(lambda spec: inputs.spec(spec.shape, spec.dtype), tuple(handed)),

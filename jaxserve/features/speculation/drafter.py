@@ -32,7 +32,7 @@ from jaxserve.core.runtime.programs import Program, ProgramKey
 from jaxserve.core.runtime.rows import SAMPLING_FIELDS
 from jaxserve.core.runtime.sizes import Sizes, attention_shapes, choose_layouts, make_specs
 from jaxserve.core.runtime.step import head_params
-from jaxserve.core.runtime.step_arrays import RowLines, SampledTokens, SampleInputs, unpack_sampling
+from jaxserve.core.runtime.step_arrays import RowLines, SampledTokens, SelectedLines, unpack_sampling
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.sampling import draw_uniforms, map_rows, sample, sample_greedy
 from jaxserve.core.sampling.drafts import NO_DRAFT
@@ -310,7 +310,7 @@ class DrafterHost(FeatureHost):
     def __init__(self, params: Any) -> None:
         self.params = params
 
-    def draft(self, device: DeviceState, params: Any, selected: SampleInputs, sampled: SampledTokens) -> SampledTokens:
+    def draft(self, device: DeviceState, params: Any, selected: SelectedLines, sampled: SampledTokens) -> SampledTokens:
         """See `FeatureHost.draft`."""
         program = device.programs.get("draft", len(selected.lines))
         arguments = head_params(params), self.params, device.cache, device.rows, selected.lines

@@ -11,7 +11,7 @@ from jaxtyping import UInt32
 
 from jaxserve.core.runtime.feature import DeviceState, FeatureHost
 from jaxserve.core.runtime.programs import Programs, call_program
-from jaxserve.core.runtime.step_arrays import SampledTokens, SampleInputs
+from jaxserve.core.runtime.step_arrays import SampledTokens, SelectedLines
 from jaxserve.core.scheduler.step_plan import StepPlan
 from jaxserve.features.speculation import AnswerQueue, CorpusShape, LookupState, Span, pack_rows
 
@@ -82,7 +82,7 @@ class LookupTokens(FeatureHost):
         """See `FeatureHost.keep`."""
         self.state = LookupState(kept, self.state.corpus)
 
-    def draft(self, device: DeviceState, params: Any, selected: SampleInputs, sampled: SampledTokens) -> SampledTokens:
+    def draft(self, device: DeviceState, params: Any, selected: SelectedLines, sampled: SampledTokens) -> SampledTokens:
         """Looks drafts up behind a step of width 1; the sample program of a verify step has done so."""
         if sampled.drafts is not None:
             return sampled

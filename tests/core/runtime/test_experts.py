@@ -12,7 +12,7 @@ import pytest
 import pallas_kernels.grouped.tpu
 from jaxserve.core.models.decoder import fit_devices
 from jaxserve.core.runtime.experts import ExpertChoice, choose_experts, confirm_experts
-from jaxserve.core.runtime.grouped_test import Matrix
+from jaxserve.core.runtime.product_check import Matrix
 from jaxserve.families.registry import parse_config
 from pallas_kernels import QuantizedFormat
 from pallas_kernels.cpu import library

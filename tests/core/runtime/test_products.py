@@ -12,7 +12,7 @@ import pytest
 import pallas_kernels.grouped.tpu
 from jaxserve.core.models.decoder import fit_devices
 from jaxserve.core.runtime import products
-from jaxserve.core.runtime.grouped_test import Matrix
+from jaxserve.core.runtime.product_check import Matrix
 from jaxserve.core.runtime.products import choose_products, confirm_products
 from jaxserve.families.registry import parse_config
 from pallas_kernels import QuantizedFormat, QuantizedProducts

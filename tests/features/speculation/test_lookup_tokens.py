@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.core.runtime.feature import DeviceState
 from jaxserve.core.runtime.programs import Programs
-from jaxserve.core.runtime.step_arrays import RowLines, SampledTokens, SampleInputs
+from jaxserve.core.runtime.step_arrays import RowLines, SampledTokens, SelectedLines
 from jaxserve.core.scheduler.step_plan import ChunkWork, FinishedAnswer, NewRow, StepPlan
 from jaxserve.features.speculation import CorpusShape, LookupState, answer_block_specs, row_block_specs, unpack_block
 from jaxserve.features.speculation.lookup_tokens import LookupTokens, hash_salt
@@ -132,7 +132,7 @@ def test_programs_are_warmed_up() -> None:
 
 def test_a_plain_step_gets_its_drafts_from_a_program_for_its_rows() -> None:
     notes = Notes()
-    selected = SampleInputs(np.zeros((2, 1)), RowLines(np.array([[3, 1, 0], [1, 1, 0]])))  # type: ignore[arg-type]
+    selected = SelectedLines(np.zeros((2, 1)), RowLines(np.array([[3, 1, 0], [1, 1, 0]])))  # type: ignore[arg-type]
     sampled = SampledTokens(np.array([[7], [8]]))  # type: ignore[arg-type]
 
     def look_up(rows: str, state: LookupState, lines: RowLines, ids: Any) -> tuple[str, Any]:
