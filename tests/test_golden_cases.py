@@ -25,7 +25,7 @@ def test_all_files_together_stay_small() -> None:
 def test_every_family_is_covered() -> None:
     families = {load_case(name).family for name in CASES}
     older = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "phi3"}
-    newer = {"olmo2", "olmo3", "smollm3", "glm4", "granite", "cohere", "cohere2", "starcoder2", "gpt_neox"}
+    newer = {"olmo", "olmo2", "olmo3", "smollm3", "glm4", "granite", "cohere", "cohere2", "starcoder2", "gpt_neox"}
     experts = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "minimax_m2"}
     latents = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}
     assert families == older | newer | experts | latents

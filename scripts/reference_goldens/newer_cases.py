@@ -6,7 +6,7 @@ from .spec import DEFAULT_ROPE, THETA, TIED, WINDOW, Case, scale_rope
 
 
 def list_olmo_cases() -> list[Case]:
-    """OLMo 2 and 3: norms behind the blocks, q/k norms over all heads, and 3's windows and rope by layer type."""
+    """OLMo: 1's norms without weights, norms behind the blocks, q/k norms over all heads, 3's windows and ropes."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     plain = {"rope_type": "default", "rope_theta": 500000.0}
     yarn = {
@@ -23,6 +23,12 @@ def list_olmo_cases() -> list[Case]:
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": THETA},
     }
     return [
+        Case(
+            "olmo",
+            "olmo",
+            "layer norms without weights, attention_bias, 4 heads on 2 kv heads",
+            {**heads, "attention_bias": True},
+        ),
         Case(
             "olmo2",
             "olmo2",

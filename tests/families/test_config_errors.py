@@ -158,6 +158,7 @@ def test_families_refuse_what_they_do_not_compute():
 @pytest.mark.parametrize(
     ("name", "change", "field"),
     [
+        ("olmo-1b", {"clip_qkv": 8.0}, "clip_qkv"),
         ("olmo-2-1b", {"clip_qkv": 8.0}, "clip_qkv"),
         ("olmo-3-7b", {"sliding_window": None}, "sliding_window"),
         ("olmo-3-7b", {"layer_types": ["chunked_attention"] * 32}, "layer_types"),
@@ -251,6 +252,7 @@ def test_windowed_layers_do_not_bound_the_length():
 def test_partial_rotation_is_refused_where_the_reference_has_none():
     whole = ("llama-2-7b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-8b", "gemma-2-2b", "gemma-3-1b")
     whole += (
+        "olmo-1b",
         "olmo-2-1b",
         "olmo-3-7b",
         "smollm3-3b",
@@ -327,6 +329,7 @@ class RecordingKeys(dict):
         "gemma-2-2b",
         "gemma-3-1b",
         "phi-3-mini-4k",
+        "olmo-1b",
         "olmo-2-1b",
         "olmo-3-7b",
         "smollm3-3b",

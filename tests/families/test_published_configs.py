@@ -43,6 +43,7 @@ PARAMETERS = {
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-small-4": 118_972_826_624,  # without its eye
     "mixtral-8x7b": 46_702_792_704,
+    "olmo-1b": 1_176_764_416,
     "olmo-2-1b": 1_484_916_736,
     "olmo-3-7b": 7_298_011_136,
     "olmoe-1b-7b": 6_919_161_856,

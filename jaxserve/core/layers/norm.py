@@ -16,7 +16,7 @@ class NormConfig:
     """A root-mean-square norm, or with `centered` a LayerNorm, which subtracts the mean first.
 
     `unit_offset`: one is added to the stored weight. `wide`: weight and bias apply in float32, before the result is
-    rounded to the model's dtype; else the normalised value is rounded first.
+    rounded to the model's dtype; else the normalised value is rounded first. Without `weight` there is no bias, either.
     """
 
     eps: float
@@ -24,13 +24,18 @@ class NormConfig:
     bias: bool = False
     unit_offset: bool = False
     wide: bool = False
+    weight: bool = True
 
 
-def normalize(config: NormConfig, leaf: Leaf, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+def normalize(config: NormConfig, leaf: Leaf | None, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """Returns `x` normalised over its last axis in float32, in the dtype of `x`.
 
-    The weight has the shape of the last axes of `x`: [D], or [n, D] where each of n heads has its own.
+    The weight has the shape of the last axes of `x`: [D], or [n, D] where each of n heads has its own. A norm without a
+    weight has no leaf.
     """
+    if not config.weight:
+        return normalize_plainly(config, x)
+    assert leaf is not None
     normed = _normalize(config, x)
     weight, bias = leaf["weight"], leaf.get("bias")
     if config.wide:

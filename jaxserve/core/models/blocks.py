@@ -27,9 +27,9 @@ def pre_norm_layer(
 ) -> tuple[Stream, jax.Array]:
     """A norm before each block, as in Llama. With `config.parallel` both blocks read the layer's input."""
     norm = config.norm
-    attended, pages = attend(kind.attention, norm, leaves, normalize(norm, leaves["attn_norm"], x), ctx)
+    attended, pages = attend(kind.attention, norm, leaves, normalize(norm, leaves.get("attn_norm"), x), ctx)
     summed = x + attended
-    fed = mlp(kind.mlp, leaves, normalize(norm, leaves["mlp_norm"], x if config.parallel else summed), ctx)
+    fed = mlp(kind.mlp, leaves, normalize(norm, leaves.get("mlp_norm"), x if config.parallel else summed), ctx)
     return summed + fed, pages
 
 

@@ -118,7 +118,7 @@ def compute_logits(
     config: DecoderConfig, params: Mapping[str, Any], hidden: Float[Array, "S D"]
 ) -> Float[Array, "S V"]:
     """Returns float32 logits of rows of `forward`'s hidden states: final norm, head (tied or not), soft cap."""
-    normed = normalize(config.norm, params["final_norm"], hidden)
+    normed = normalize(config.norm, params.get("final_norm"), hidden)
     return project_to_vocab(config.local, config.embedding, params[config.embedding.head], normed)
 
 

@@ -278,6 +278,8 @@ def _qk_norm_params(layer: CheckpointLayer, order: np.ndarray | None) -> Table:
 
 def _norm_specs(config: DecoderConfig, shape: tuple[int, ...], axes: Axes) -> dict[str, ParamSpec]:
     norm = config.norm
+    if not norm.weight:
+        return {}
     specs = {"weight": ParamSpec(shape, config.dtype, axes, "zeros" if norm.unit_offset else "ones")}
     return specs | ({"bias": ParamSpec(shape, config.dtype, axes, "zeros")} if norm.bias else {})
 

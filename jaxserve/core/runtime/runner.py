@@ -279,7 +279,7 @@ class ModelRunner:
         return call_program(program, head_params(self.params), hidden.every, targets)
 
     def _embed(self, bucket: Bucket, hidden: HiddenStates) -> Any:
-        return self.device.programs.get("embed", bucket.rows)(self.params["final_norm"], hidden.last)
+        return self.device.programs.get("embed", bucket.rows)(self.params.get("final_norm"), hidden.last)
 
     def _wants_embeddings(self, plan: StepPlan) -> bool:
         return any(chunk.is_last and self._mirror.wants_embedding(chunk.row) for chunk in plan.chunks)

@@ -177,7 +177,7 @@ def _make_prompt_logprobs(engine: EnginePrograms, bucket: Bucket) -> Program:
 def _make_embed(engine: EnginePrograms, rows: int) -> Program:
     inputs, config = engine.inputs, engine.model.config
     last = inputs.spec((rows, config.hidden_size), config.dtype)
-    arguments = inputs.params["final_norm"], last
+    arguments = inputs.params.get("final_norm"), last
     return Program(partial(pool_last, model=engine.model), arguments, results=(inputs.replicated,))
 
 
