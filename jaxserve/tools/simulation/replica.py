@@ -53,7 +53,6 @@ class Timeline:
     arrival_time: float
     num_prompt_tokens: int
     token_times: array[float] = field(default_factory=lambda: array("d"))  # when the host had each output token
-    scheduled_time: float | None = None
     finished_time: float | None = None  # None: refused, or unfinished
     finish_reason: str | None = None
     error: JaxServeError | None = None
@@ -173,8 +172,7 @@ class Replica:
             timeline.num_cached_tokens, timeline.error = output.num_cached_tokens, output.error
             timeline.finish_reason = output.outputs[0].finish_reason
             if (metrics := output.metrics) is not None:
-                timeline.scheduled_time, timeline.finished_time = metrics.first_scheduled_time, metrics.finished_time
-                timeline.num_preemptions = metrics.num_preemptions
+                timeline.finished_time, timeline.num_preemptions = metrics.finished_time, metrics.num_preemptions
             if self._on_finish is not None:
                 self._on_finish(timeline)
 

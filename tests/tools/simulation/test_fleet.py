@@ -152,7 +152,7 @@ def test_continuous_over_static_reaches_the_theoretical_ratio(name: str, rows: i
     )
     spec = EngineSpec(limits, (PageGroup(64 * rows),), buckets, StepFormula(step_seconds=1.0), page_size=32)
     timelines = simulate([ask(n, prompt=4, tokens=length) for n, length in enumerate(lengths)], spec)
-    waiting = max(timeline.scheduled_time or 0.0 for timeline in timelines)
+    waiting = max(timeline.ttft or 0.0 for timeline in timelines)
     served = sum(sum(seconds <= waiting for seconds in timeline.token_times) for timeline in timelines)
     ratio = (served / waiting) / (sum(lengths) / static)
     print(f"{name}, {rows} rows: {ratio:.2f} of {theory:.2f}")
