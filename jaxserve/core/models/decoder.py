@@ -87,31 +87,41 @@ def forward(
     x = embed_tokens(config.embedding, params["embed"], token_ids)
     captured, written = [], list(pools)
     inputs = make_layer_inputs(config.layer_input_size, config.norm, params.get("layer_inputs"), token_ids, x)
-    ropes = {kind.rope for kind in config.layers} - {None}
-    tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
-    for index, kind in enumerate(config.layers):
+    contexts = list_contexts(config, batches, layout, mesh, only_stores=only_stores)
+    for index, (kind, context) in enumerate(zip(config.layers, contexts, strict=True)):
         if index in aux_layers:
             captured.append(x)
-        group, pool = layout.groups[index], layout.find_pool(index)
-        ctx = LayerContext(
-            mesh=mesh,
-            products=config.products,
-            few_rows=config.few_rows,
-            rotary=tables.get(kind.rope),
-            batch=batches[group or 0],
-            pool=None if pool is None else written[pool],
-            offset=layout.offsets[index],
-            window=config.windows[index],
-            slots=slots,
-            layer_input=None if inputs is None else inputs[:, index],
-            only_stores=only_stores and index == config.num_layers - 1,
-        )
+        pool = layout.find_pool(index)
+        kept, own = None if pool is None else written[pool], None if inputs is None else inputs[:, index]
+        ctx = dataclasses.replace(context, pool=kept, slots=slots, layer_input=own)
         x, kept = layer(config, kind, params["layers"][index], x, ctx)
         if pool is not None:
             written[pool] = kept
     if config.num_layers in aux_layers:
         captured.append(x)
     return x, tuple(written), jnp.concatenate(captured, axis=-1) if captured else None
+
+
+def list_contexts(
+    config: DecoderConfig, batches: tuple[BatchMeta, ...], layout: CacheLayout, mesh: Mesh | None, *, only_stores: bool
+) -> list[LayerContext]:
+    """Returns the context of each layer, but for its pool and its own input; the arguments are those of `forward`."""
+    ropes = {kind.rope for kind in config.layers} - {None}
+    tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
+    return [
+        LayerContext(
+            mesh=mesh,
+            products=config.products,
+            few_rows=config.few_rows,
+            rotary=tables.get(kind.rope),
+            batch=batches[layout.groups[index] or 0],
+            pool=None,
+            offset=layout.offsets[index],
+            window=config.windows[index],
+            only_stores=only_stores and index == config.num_layers - 1,
+        )
+        for index, kind in enumerate(config.layers)
+    ]
 
 
 def compute_logits(

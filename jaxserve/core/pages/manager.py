@@ -24,6 +24,11 @@ class PageGroup:
     window: int | None = None  # tokens a query can see, itself included; None: all
 
 
+def count_window_pages(window: int, max_chunk: int, page_size: int) -> int:
+    """Returns the most pages of a sequence in a windowed group: the window, a chunk and one partial page."""
+    return -(-(window + max_chunk) // page_size) + 1
+
+
 @dataclass(slots=True)
 class SequencePages:
     """The pages of one sequence. Only `PageManager` writes them.
@@ -240,8 +245,8 @@ class PageManager:
         return -(-num_tokens // self.page_size)
 
     def _most_pages(self, group: PageGroup) -> int | None:
-        """Returns the most pages of a sequence in a windowed group: the window, a chunk and one partial page."""
-        return None if group.window is None else self._pages_for(group.window + self._max_chunk) + 1
+        window = group.window
+        return None if window is None else count_window_pages(window, self._max_chunk, self.page_size)
 
     def _first_visible_page(self, group: PageGroup, position: int) -> int:
         """Returns the index of the first page visible to queries from `position` on."""

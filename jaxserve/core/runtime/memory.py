@@ -16,6 +16,7 @@ import jax
 from jaxserve.core.layers.memory import LayerMemory, RecurrentState
 from jaxserve.core.models.base import DecoderConfig, KVGroup, ParamSpec
 from jaxserve.core.models.decoder import CacheLayout
+from jaxserve.core.pages.manager import count_window_pages
 from jaxserve.core.runtime.host_memory import host_memory_bytes
 from jaxserve.core.sharding import DEFAULT_RULES
 from jaxserve.errors import CapacityError
@@ -271,7 +272,7 @@ def format_bytes(count: int) -> str:
 
 def _pages_of_sequence(group: KVGroup, num_tokens: int, page_size: int, max_chunk: int) -> int:
     whole = -(-num_tokens // page_size)
-    return whole if group.window is None else min(whole, -(-(group.window + max_chunk) // page_size) + 1)
+    return whole if group.window is None else min(whole, count_window_pages(group.window, max_chunk, page_size))
 
 
 def _round_down(count: int) -> int:

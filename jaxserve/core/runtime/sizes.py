@@ -15,6 +15,7 @@ from jaxserve.core.runtime.inputs import StateShape
 from jaxserve.core.runtime.products import choose_products
 from jaxserve.core.runtime.restrictions import restrict_options
 from jaxserve.core.runtime.rows import SampleVariant, list_variants
+from jaxserve.core.sampling.drafts import count_reach
 from jaxserve.errors import ConfigError
 from jaxserve.files import find_other_writer
 from jaxserve.logits_processor import LogitsProcessor
@@ -142,11 +143,10 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
     buckets = _add_verify(config, model, buckets, platform)
     speculative = config.speculation.speculative_config
     max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    reach = 2 * max_drafts + 1  # a row's drafts, and those behind them
     groups, pages_per_row = len(model.kv_groups), -(-model.max_model_len // page_size)
     rows = max(buckets.row_counts)
     # For running rows, in one step.
-    new_pages = rows * -(-reach // page_size) + -(-scheduler.max_num_batched_tokens // page_size)
+    new_pages = rows * -(-count_reach(max_drafts) // page_size) + -(-scheduler.max_num_batched_tokens // page_size)
     state = StateShape(
         groups=groups,
         rows=rows + 1,

@@ -35,7 +35,7 @@ from jaxserve.core.runtime.step import head_params
 from jaxserve.core.runtime.step_arrays import RowLines, SampledTokens, SelectedLines, unpack_sampling
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.sampling import draw_uniforms, map_rows, sample, sample_greedy
-from jaxserve.core.sampling.drafts import NO_DRAFT
+from jaxserve.core.sampling.drafts import NO_DRAFT, count_reach
 from jaxserve.features.speculation.drafters import DrafterModel, drafter_param_specs, match_groups
 from jaxserve.features.speculation.drafters.passes import (
     draft_logits,
@@ -248,7 +248,7 @@ class Drafter(StepFeature):
         limits = sampling[:, SAMPLING_FIELDS.index("max_num_tokens")]
         tables = rows.page_table[jnp.array(passes.groups)][:, row_ids]
         # Drafts lie behind those of the step before, of which more may have been accepted than the row may keep.
-        tables = bound_pages(tables, limits, passes.shapes[0].spec.page_size, 2 * self.max_drafts + 1)
+        tables = bound_pages(tables, limits, passes.shapes[0].spec.page_size, count_reach(self.max_drafts))
         tables = jnp.where(is_open[:, None], tables, 0)  # a row that has not sampled computes tokens of the null page
         computed = jnp.where(is_open, rows.num_computed[row_ids], 1)
         target, count = (target_params, passes.target), len(row_ids)

@@ -16,12 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxserve.core.layers.context import LayerContext
 from jaxserve.core.layers.embedding import embed_tokens, project_to_vocab
 from jaxserve.core.layers.linear import linear
-from jaxserve.core.layers.rope import rotary_table
 from jaxserve.core.models.base import DecoderConfig
-from jaxserve.core.models.decoder import CacheLayout, Pools, compute_logits, forward
+from jaxserve.core.models.decoder import CacheLayout, Pools, compute_logits, forward, list_contexts
 from jaxserve.features.speculation.drafters.base import DrafterModel
 from jaxserve.features.speculation.drafters.kinds import KINDS
 from pallas_kernels.spec import BatchMeta
@@ -71,21 +69,10 @@ def run_pass(
         raise ValueError("states: a drafter begins with those of read_target")
     x = states
     embeds = _embed(model, params, target_params, target_config, token_ids)
-    ropes = {kind.rope for kind in config.layers} - {None}
-    tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
     (pages,) = pools
-    for index, kind in enumerate(config.layers):
-        ctx = LayerContext(
-            mesh=mesh,
-            few_rows=config.few_rows,
-            rotary=tables.get(kind.rope),
-            batch=batches[layout.groups[index]],
-            pool=pages,
-            offset=layout.offsets[index],
-            window=config.windows[index],
-            only_stores=only_stores and index == config.num_layers - 1,
-        )
-        x, pages = drafter.run_layer(model, index, params["layers"][index], embeds, x, ctx)
+    for index, ctx in enumerate(list_contexts(config, batches, layout, mesh, only_stores=only_stores)):
+        own = dataclasses.replace(ctx, pool=pages)
+        x, pages = drafter.run_layer(model, index, params["layers"][index], embeds, x, own)
     return drafter.finish(model, params, x), (pages,)
 
 
