@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.scheduler import SchedulerLimits
-from jaxserve.engine.arguments import find_deadline, read_chat_options
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.engine.health import ONE_TOKEN, wait_for_token
@@ -18,6 +17,7 @@ from jaxserve.engine.inbox import OutputInbox
 from jaxserve.engine.nodes import end_process
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress, hide_progress
 from jaxserve.engine.prompts import Message, Prompt, RequestFactory
+from jaxserve.engine.request_options import ChatArguments, RequestArguments, read_arguments
 from jaxserve.engine.stats import EngineStats, read_stats
 from jaxserve.engine.thread import EngineThread
 from jaxserve.engine.view import EngineView
@@ -27,7 +27,7 @@ from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.model_options import DEMO_MODEL
 from jaxserve.request import PRIORITIES, Request, RequestOutput, ServiceTier
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.vllm_names import check_arguments, refuse_attribute
+from jaxserve.vllm_names import refuse_attribute
 
 if TYPE_CHECKING:
     from jaxserve.core.models.base import DecoderConfig
@@ -154,26 +154,19 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        service_tier: str = "default",
-        cache_salt: str = "",
-        timeout: float | None = None,
-        **foreign: Any,
+        **arguments: Unpack[RequestArguments],
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request's output after each step that added to it (see `OutputKind`).
 
         A slow reader gets the outputs that it missed merged into one. Leaving the iteration early, or cancelling the
-        task, aborts the request. The options are those of `LLM.generate`.
+        task, aborts the request. The other arguments are those of `LLM.generate`.
 
         Raises:
             InvalidRequestError, CapacityError: this request cannot be served; others are not affected.
             QueueFullError: the queue is full.
             EngineStoppedError: the engine has failed or was shut down.
         """
-        check_arguments("AsyncLLM.generate", foreign)
-        options = {"request_id": request_id, "cache_salt": cache_salt, "deadline": find_deadline(timeout)}
-        options |= {"priority": priority, "service_tier": service_tier}
+        options = {"request_id": request_id, **read_arguments("AsyncLLM.generate", arguments)}
         async with aclosing(self._run(self._ready.requests.make, prompt, sampling_params, options)) as run:
             async for output in run:
                 yield output
@@ -183,29 +176,10 @@ class AsyncLLM:
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        priority: int = 0,
-        service_tier: str = "default",
-        cache_salt: str = "",
-        timeout: float | None = None,
-        **foreign: Any,
+        **arguments: Unpack[ChatArguments],
     ) -> AsyncIterator[RequestOutput]:
         """Like `generate`, for a conversation, through a chat template; the arguments are those of `LLM.chat`."""
-        check_arguments("AsyncLLM.chat", foreign)
-        options = read_chat_options(
-            tools=tools,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        options |= {"request_id": request_id, "cache_salt": cache_salt, "deadline": find_deadline(timeout)}
-        options |= {"priority": priority, "service_tier": service_tier}
+        options = {"request_id": request_id, **read_arguments("AsyncLLM.chat", arguments)}
         async with aclosing(self._run(self._ready.requests.make_chat, messages, sampling_params, options)) as run:
             async for output in run:
                 yield output

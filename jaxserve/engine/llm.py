@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.arguments import find_deadline, list_prompts, make_requests, read_chat_options
 from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, decode_beams, search_beams
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.metrics import Metric, list_metrics
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress
-from jaxserve.engine.prompts import Message, Prompt
+from jaxserve.engine.prompts import Message, Prompt, list_prompts
+from jaxserve.engine.request_options import (
+    ChatArguments,
+    EmbedArguments,
+    RequestArguments,
+    make_requests,
+    read_arguments,
+    spread_options,
+)
 from jaxserve.engine.stats import read_stats
 from jaxserve.engine_args import EngineArgs
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.model_options import DEMO_MODEL
 from jaxserve.request import EmbeddingOutput, Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
-from jaxserve.vllm_names import check_arguments, refuse_attribute
+from jaxserve.vllm_names import refuse_attribute
 
 if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
@@ -113,11 +120,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
-        priority: int | Sequence[int] = 0,
-        service_tier: str | Sequence[str] = "default",
-        cache_salt: str = "",
-        timeout: float | None = None,
-        **foreign: Any,
+        **arguments: Unpack[RequestArguments],
     ) -> list[RequestOutput]:
         """Runs all prompts to their end, batched, and returns one output per prompt, in order.
 
@@ -125,21 +128,20 @@ class LLM:
             prompts: text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list of token ids; or a list of these.
             sampling_params: one for all prompts, or one for each; default: `get_default_sampling_params`.
             use_tqdm: show progress on standard error; default: as `show_progress` of the constructor.
-            priority: one for all prompts, or one for each; smaller ones run first within a tier.
+            priority: one for all prompts, or one for each; smaller ones run first within a tier; default: 0.
             service_tier: "priority", "default" ("auto") or "flex"; one for all prompts, or one for each.
             cache_salt: prompts with different salts share no cached prefixes.
             timeout: seconds; requests not finished by then end with finish_reason "timeout" and the tokens they have.
-            foreign: arguments of vLLM's method, such as `lora_request`, with values that change nothing here.
+            arguments: those above, and others of vLLM's method, such as `lora_request`, with values that change
+                nothing here.
 
         Raises:
             InvalidRequestError, CapacityError: a prompt or a parameter cannot be served; nothing is generated.
         """
-        check_arguments("LLM.generate", foreign)
-        many = list_prompts(prompts)
-        options = {"cache_salt": cache_salt, "deadline": find_deadline(timeout)}
-        each = {"priority": priority, "service_tier": service_tier}
+        options = read_arguments("LLM.generate", arguments)
         params = self._ready.default_params if sampling_params is None else sampling_params
-        return self._run(make_requests(self._ready.requests.make, many, params, each, options), use_tqdm=use_tqdm)
+        many = list_prompts(prompts)
+        return self._run(make_requests(self._ready.requests.make, many, options, params), use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -147,16 +149,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        priority: int | Sequence[int] = 0,
-        service_tier: str | Sequence[str] = "default",
-        cache_salt: str = "",
-        timeout: float | None = None,
-        **foreign: Any,
+        **arguments: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or a list of them, through a chat template.
 
@@ -167,33 +160,24 @@ class LLM:
             chat_template_kwargs: variables of the template, such as Qwen 3's `{"enable_thinking": False}`.
             add_generation_prompt: begin an answer; default: not `continue_final_message`.
             continue_final_message: continue the last message, which must be the assistant's.
+            arguments: those above, and those of `generate`.
 
         Raises:
             InvalidRequestError, CapacityError: a conversation or an argument cannot be served.
             TokenizerError: there is no chat template, or it is broken.
         """
-        check_arguments("LLM.chat", foreign)
-        one = not messages or isinstance(messages[0], Mapping)
-        options = read_chat_options(
-            tools=tools,
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        options |= {"cache_salt": cache_salt, "deadline": find_deadline(timeout)}
-        many: list[Any] = [messages] if one else list(messages)
-        each = {"priority": priority, "service_tier": service_tier}
+        options = read_arguments("LLM.chat", arguments)
         params = self._ready.default_params if sampling_params is None else sampling_params
-        return self._run(make_requests(self._ready.requests.make_chat, many, params, each, options), use_tqdm=use_tqdm)
+        one = not messages or isinstance(messages[0], Mapping)
+        many: list[Any] = [messages] if one else list(messages)
+        return self._run(make_requests(self._ready.requests.make_chat, many, options, params), use_tqdm=use_tqdm)
 
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
         use_tqdm: bool | None = None,
-        truncate_prompt_tokens: int | None = None,
-        **foreign: Any,
+        **arguments: Unpack[EmbedArguments],
     ) -> list[EmbeddingOutput]:
         """Returns one embedding per prompt, in order.
 
@@ -204,15 +188,15 @@ class LLM:
             prompts: as for `generate`.
             use_tqdm: as for `generate`.
             truncate_prompt_tokens: keep only the last so many tokens of each prompt; -1: as many as fit.
+            arguments: those above, and others of vLLM's method, as for `generate`.
 
         Raises:
             InvalidRequestError, CapacityError: a prompt cannot be served; nothing is computed.
             NonFiniteLogitsError, DeviceStepError: the model or the device failed on a prompt.
         """
-        check_arguments("LLM.embed", foreign)
-        many = list_prompts(prompts)
-        make = self._ready.requests.make_embedding
-        requests = [make(prompt, truncate_prompt_tokens=truncate_prompt_tokens) for prompt in many]
+        options = read_arguments("LLM.embed", arguments)
+        make, many = self._ready.requests.make_embedding, list_prompts(prompts)
+        requests = [make(prompt, **own) for prompt, own in zip(many, spread_options(options, len(many)), strict=True)]
         return [_read_embedding(output) for output in self._run(requests, use_tqdm=use_tqdm)]
 
     def beam_search(
@@ -229,13 +213,13 @@ class LLM:
             InvalidRequestError, CapacityError: a prompt cannot be served, or `max_logprobs` is below twice the width.
             NonFiniteLogitsError, DeviceStepError: the model or the device failed on a beam.
         """
-        check_arguments("LLM.beam_search", foreign)
+        options = read_arguments("LLM.beam_search", foreign)
         requests, many = self._ready.requests, list_prompts(prompts)
         plain = SamplingParams(max_tokens=params.max_tokens, output_kind=OutputKind.FINAL_ONLY)
-        texts = [list(requests.make(prompt, plain).prompt_token_ids) for prompt in many]
+        texts = [list(requests.make(prompt, plain, **options).prompt_token_ids) for prompt in many]
 
         def generate(token_ids: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
-            made = [requests.make({"prompt_token_ids": ids}, step) for ids in token_ids]
+            made = [requests.make({"prompt_token_ids": ids}, step, **options) for ids in token_ids]
             return self._run(made, use_tqdm=False)
 
         eos_token_ids = requests.make({"prompt_token_ids": texts[0]}, plain).eos_token_ids if texts else ()

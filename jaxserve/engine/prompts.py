@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from jaxserve.engine.request_options import Schedule, check_schedule
+from jaxserve.engine.request_options import ChatOptions, RequestOptions, check_options, split_options
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.request import DEFAULT_TENANT, Request, ServiceTier, Task, Tenant
+from jaxserve.request import Request, Task
 from jaxserve.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_SEED,
@@ -31,6 +31,14 @@ Prompt = str | Mapping[str, Any] | Sequence[int]  # text, a mapping with _PROMPT
 GrammarSource = Callable[[StructuredOutputsParams], Any]  # returns a compiled grammar
 _SEED_BITS = 2**64 - 1
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+def list_prompts(prompts: Any) -> list[Any]:
+    """Returns a list of prompts. A text, a mapping or a list of token ids is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    many = list(prompts)
+    return [many] if many and isinstance(many[0], int) else many
 
 
 class RequestFactory:
@@ -65,7 +73,7 @@ class RequestFactory:
         request_id: str | None = None,
         task: Task = Task.GENERATE,
         compile_grammar: GrammarSource | None = None,
-        **schedule: Unpack[Schedule],
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """Returns the request to continue a prompt. A prompt's own `cache_salt` takes precedence.
 
@@ -74,9 +82,9 @@ class RequestFactory:
             compile_grammar: replaces `grammars.compile`.
 
         Raises:
-            InvalidRequestError: names what is wrong with the prompt, the parameters or the schedule.
+            InvalidRequestError: names what is wrong with the prompt, the parameters or the options.
         """
-        fields = _check_schedule(prompt, schedule)
+        fields = _check_options(prompt, options)
         text, token_ids = self._read(prompt)
         return replace(self._make(text, token_ids, params, request_id, task, compile_grammar), **fields)
 
@@ -85,44 +93,24 @@ class RequestFactory:
         messages: Sequence[Message],
         params: SamplingParams,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        service_tier: ServiceTier | str = ServiceTier.DEFAULT,
-        tenant: Tenant = DEFAULT_TENANT,
-        deadline: float | None = None,
         compile_grammar: GrammarSource | None = None,
-        **template_options: Any,
+        **options: Unpack[ChatOptions],
     ) -> Request:
         """Returns the request to answer a conversation, rendered by `chat_template` or else the tokenizer's own.
 
-        The other arguments are those of `make`, of `encode_chat` (tools, variables, defaults, `render`) and of
-        `Schedule`.
+        The other arguments are those of `make`.
 
         Raises:
-            InvalidRequestError: names what is wrong with the messages or the parameters.
+            InvalidRequestError: names what is wrong with the messages, the parameters or the options.
             TokenizerError: there is no tokenizer, or it has no chat template.
         """
         from jaxserve.tokenizers.chat import encode_chat
 
         if self._tokenizer is None:
             raise TokenizerError("there is none, so messages cannot be rendered", field="tokenizer")
-        fields = check_schedule(
-            cache_salt=cache_salt, priority=priority, service_tier=service_tier, tenant=tenant, deadline=deadline
-        )
-        text, ids = encode_chat(
-            self._tokenizer,
-            messages,
-            tools=tools,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_options,
-        )
+        fields, template = split_options(options)
+        text, ids = encode_chat(self._tokenizer, messages, **template)
         made = self._make(text, self._check_token_ids(ids), params, request_id, compile_grammar=compile_grammar)
         return replace(made, **fields)
 
@@ -132,7 +120,7 @@ class RequestFactory:
         *,
         request_id: str | None = None,
         truncate_prompt_tokens: int | None = None,
-        **schedule: Unpack[Schedule],
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """Returns the request for a prompt's embedding; the arguments are those of `make`.
 
@@ -145,7 +133,7 @@ class RequestFactory:
         check_truncation(truncate_prompt_tokens)
         if _as_mapping(prompt).get("prompt") == "":
             raise InvalidRequestError("is empty; give at least one character", field="prompt", value=prompt)
-        fields = _check_schedule(prompt, schedule)
+        fields = _check_options(prompt, options)
         text, token_ids = self._cut(*self._read(prompt), truncate_prompt_tokens, Task.POOL)
         return Request(self._name(request_id), token_ids, prompt=text, task=Task.POOL, **fields)
 
@@ -285,11 +273,11 @@ class RequestFactory:
             raise InvalidRequestError(message, field=field, value=token_id)
 
 
-def _check_schedule(prompt: Prompt, schedule: Schedule) -> dict[str, Any]:
-    """Returns the fields of `check_schedule`, with the prompt's own `cache_salt` if it has one."""
+def _check_options(prompt: Prompt, options: RequestOptions) -> dict[str, Any]:
+    """Returns the fields of `check_options`, with the prompt's own `cache_salt` if it has one."""
     if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-        schedule["cache_salt"] = prompt["cache_salt"]
-    return check_schedule(**schedule)
+        options["cache_salt"] = prompt["cache_salt"]
+    return check_options(**options)
 
 
 def _as_mapping(prompt: object) -> Mapping[str, Any]:

@@ -1,17 +1,54 @@
-"""A request's scheduling arguments, checked: tier, priority, deadline, and with whom it shares the cache."""
+"""The options of a request, beside its prompt and its sampling parameters.
+
+`LLM` and `AsyncLLM` take arguments. They are read into options of `RequestFactory`, and these into fields of a
+`Request`. Other modules pass them on and know none by name.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from jaxserve.errors import InvalidRequestError, shorten
-from jaxserve.request import DEFAULT_TENANT, PRIORITIES, SERVICE_TIERS, ServiceTier, Tenant
+from jaxserve.request import DEFAULT_TENANT, PRIORITIES, SERVICE_TIERS, Request, ServiceTier, Tenant
+from jaxserve.sampling_params import OutputKind
+from jaxserve.vllm_names import check_arguments
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizers.chat import Renderer
 
 _INFINITY = float("inf")
 
 
-class Schedule(TypedDict, total=False):
-    """The arguments; each may be left out."""
+class RequestArguments(TypedDict, total=False):
+    """The arguments of `generate`, each of which may be left out. A list has one value for each prompt."""
+
+    priority: int | Sequence[int]
+    service_tier: str | Sequence[str]
+    cache_salt: str
+    timeout: float | None  # seconds
+
+
+class ChatArguments(RequestArguments, total=False):
+    """The arguments of `chat`."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None  # None: unless a message is continued
+    continue_final_message: bool
+
+
+class EmbedArguments(TypedDict, total=False):
+    """The arguments of `embed`."""
+
+    truncate_prompt_tokens: int | None
+
+
+class RequestOptions(TypedDict, total=False):
+    """The options of `RequestFactory.make`, each of which may be left out."""
 
     cache_salt: str  # requests share prefix pages only if their salts are equal
     priority: int  # smaller ones run first within a tier; equal ones in order of arrival
@@ -20,7 +57,104 @@ class Schedule(TypedDict, total=False):
     deadline: float | None  # on the clock of `time.monotonic`; an unfinished request then ends with a DeadlineError
 
 
-def check_schedule(
+class ChatOptions(RequestOptions, total=False):
+    """The options of `RequestFactory.make_chat`: also those of `encode_chat`."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    render: Renderer | None
+    variables: Mapping[str, Any] | None
+    defaults: Mapping[str, Any] | None
+
+
+_KNOWN: Mapping[str, frozenset[str]] = {
+    "generate": RequestArguments.__optional_keys__,
+    "chat": ChatArguments.__optional_keys__,
+    "embed": EmbedArguments.__optional_keys__,
+    "beam_search": frozenset(),
+}
+_ONE_EACH = ("priority", "service_tier")  # arguments that may be lists
+
+
+def read_arguments(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of `RequestFactory` for the arguments of a method ("LLM.generate").
+
+    Raises:
+        InvalidRequestError: one of vLLM's arguments has a value that cannot be honoured, or the timeout is wrong.
+        TypeError: no engine's method has such an argument.
+    """
+    _, _, name = method.partition(".")
+    check_arguments(method, {key: value for key, value in given.items() if key not in _KNOWN[name]})
+    options = {key: value for key, value in given.items() if key in _KNOWN[name]}
+    if "timeout" in options:
+        options["deadline"] = find_deadline(options.pop("timeout"))
+    if name == "chat":
+        begins, continues = options.get("add_generation_prompt"), options.get("continue_final_message", False)
+        options["add_generation_prompt"] = not continues if begins is None else begins
+        options["variables"] = options.pop("chat_template_kwargs", None)
+    return options
+
+
+def make_requests(
+    make: Callable[..., Request], prompts: Sequence[Any], options: Mapping[str, Any], params: Any
+) -> list[Request]:
+    """Returns one request per prompt, which gives one output, at its end.
+
+    Args:
+        make: the method of `RequestFactory`.
+        options: of `read_arguments`.
+        params: sampling parameters, one for all prompts or one for each.
+    """
+    count = len(prompts)
+    finals = [replace(one, output_kind=OutputKind.FINAL_ONLY) for one in spread(params, count, "sampling_params")]
+    each = zip(prompts, finals, spread_options(options, count), strict=True)
+    return [make(prompt, final, **own) for prompt, final, own in each]
+
+
+def spread_options(options: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Returns the options of each of `count` prompts; InvalidRequestError: a list has another number of values."""
+    lists = {name: spread(options[name], count, name) for name in _ONE_EACH if name in options}
+    return [{**options, **{name: values[at] for name, values in lists.items()}} for at in range(count)]
+
+
+def spread(given: Any, count: int, field: str) -> list[Any]:
+    """Returns one value per prompt; a text, or a value that is not iterable, is repeated.
+
+    Raises:
+        InvalidRequestError: the number of values is not the number of prompts.
+    """
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    values = [given] * count if is_one else list(given)
+    if len(values) != count:
+        message = f"one for all, or one for each of the {count} prompts; got {len(values)}"
+        raise InvalidRequestError(message, field=field, value=len(values))
+    return values
+
+
+def find_deadline(timeout: Any) -> float | None:
+    """Returns the deadline, on the clock of `time.monotonic`, `timeout` seconds from now; None without a timeout.
+
+    Raises:
+        InvalidRequestError: the timeout is not a finite number above 0.
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < _INFINITY:
+        message = f"must be a finite number of seconds above 0, got {shorten(timeout)}"
+        raise InvalidRequestError(message, field="timeout", value=timeout)
+    return time.monotonic() + timeout
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the fields of a `Request` that `ChatOptions` give, and the arguments of `encode_chat`."""
+    known = RequestOptions.__optional_keys__
+    fields = check_options(**{name: value for name, value in options.items() if name in known})
+    return fields, {name: value for name, value in options.items() if name not in known}
+
+
+def check_options(
     *,
     cache_salt: object = "",
     priority: object = 0,
@@ -28,18 +162,17 @@ def check_schedule(
     tenant: Tenant = DEFAULT_TENANT,
     deadline: object = None,
 ) -> dict[str, Any]:
-    """Returns the fields of a `Request` by name; InvalidRequestError names the argument that is wrong."""
+    """Returns the fields of a `Request` that `RequestOptions` give; InvalidRequestError names the one that is wrong."""
     if not isinstance(cache_salt, str):
         raise InvalidRequestError(f"must be a text, got {shorten(cache_salt)}", field="cache_salt", value=cache_salt)
     if not isinstance(priority, int) or isinstance(priority, bool) or priority not in PRIORITIES:
         message = f"must be an integer in [{PRIORITIES.start}, {PRIORITIES.stop}), got {shorten(priority)}"
         raise InvalidRequestError(message, field="priority", value=priority)
     _check_deadline(deadline)
-    tier = _read_tier(service_tier)
     return {
         "cache_salt": cache_salt,
         "priority": priority,
-        "service_tier": tier,
+        "service_tier": _read_tier(service_tier),
         "tenant": tenant,
         "deadline": deadline,
     }

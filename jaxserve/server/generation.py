@@ -203,7 +203,7 @@ async def _continue[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
 
 
 def make_request_options(http: HttpRequest, body: EngineFields, state: ServerState) -> dict[str, Any]:
-    """Returns the options that `RequestFactory` takes beside prompt and parameters: those of a `Schedule`.
+    """Returns the options that `RequestFactory` takes beside prompt and parameters: `RequestOptions`.
 
     Raises:
         InvalidRequestError: the priority is better than the server allows.
