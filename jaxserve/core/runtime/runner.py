@@ -170,11 +170,11 @@ class ModelRunner:
         layout = self._layouts.setdefault(bucket, InputLayout(bucket, self._state_shape))
         selected, hidden = self._run(bucket, layout.new())
         targets = np.zeros(bucket.tokens, np.int32) if bucket.is_mixed and self._variants else None
-        prompt_logprobs = self._find_prompt_logprobs(bucket, hidden, targets)
+        prompt_logprobs = self._find_prompt_logprobs(hidden, targets)
         embeddings = self._embed(bucket, hidden) if bucket.width == 1 else None
         drafts = self._state_shape.max_drafts > 0
         for variant in sorted(set(self._variants.values()) or {SampleVariant.GREEDY}):
-            if bucket.is_decode and ("loop", (bucket.rows, variant)) in self.device.programs:
+            if bucket.is_decode and ("loop", (bucket, variant)) in self.device.programs:
                 self._run_loop(bucket, variant, layout.new())
             StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings, drafts).sample().result()
         self._time_bucket(bucket, SampleVariant.GREEDY)
@@ -220,7 +220,7 @@ class ModelRunner:
             packed.variant,
             packed.wants_logprobs,
             selected,
-            self._find_prompt_logprobs(bucket, hidden, self._find_targets(plan, bucket)),
+            self._find_prompt_logprobs(hidden, self._find_targets(plan, bucket)),
             self._embed(bucket, hidden) if self._wants_embeddings(plan) or selected.logits is None else None,
             plan.num_drafts > 0,
             beside,
@@ -263,8 +263,8 @@ class ModelRunner:
 
     def _run_loop(self, bucket: Bucket, variant: SampleVariant, packed: np.ndarray) -> SampledTokens:
         device = self.device
-        arguments = self.params, device.cache, device.rows, device.sampler, packed
-        program = device.programs.get("loop", (bucket.rows, variant))
+        arguments = self.params, device.cache, device.rows, device.sampler, packed, self._feature_params
+        program = device.programs.get("loop", (bucket, variant))
         device.cache, device.rows, device.sampler, sampled = call_program(program, *arguments)
         return sampled
 
@@ -272,10 +272,10 @@ class ModelRunner:
         program = self.device.programs.get("set_row", None)
         self.device.sampler = call_program(program, self.device.sampler, np.int32(row), setting)
 
-    def _find_prompt_logprobs(self, bucket: Bucket, hidden: HiddenStates, targets: np.ndarray | None) -> Any:
+    def _find_prompt_logprobs(self, hidden: HiddenStates, targets: np.ndarray | None) -> Any:
         if targets is None:
             return None
-        program = self.device.programs.get("prompt_logprobs", bucket)
+        program = self.device.programs.get("prompt_logprobs", len(targets))
         return call_program(program, head_params(self.params), hidden.every, targets)
 
     def _embed(self, bucket: Bucket, hidden: HiddenStates) -> Any:

@@ -163,6 +163,7 @@ def decode_loop(
     rows: RowState,
     sampler: SamplerState,
     packed: Int[Array, " I"],
+    feature_params: tuple[Any, ...],
     *,
     model: StepModel,
     layout: InputLayout,
@@ -177,7 +178,8 @@ def decode_loop(
     inputs = layout.views(packed)
     limits = inputs.sampling[:, SAMPLING_FIELDS.index("max_num_tokens")]
     padding = layout.state.padding_row
-    nothing = (None,) * len(model.features)  # none takes part: drafts are never in a loop
+    nothing = (None,) * len(model.features)  # none takes part in sampling: drafts are never in a loop
+    where = {"model": model, "layout": layout}
 
     def run_step(carry: tuple[KVCache, RowState, SamplerState], _: None) -> tuple[Any, Array]:
         cache, rows, sampler = carry
@@ -186,7 +188,7 @@ def decode_loop(
             row_ids=jnp.where(is_open, inputs.row_ids, padding), is_sampled=jnp.where(is_open, inputs.is_sampled, 0)
         )
         rows = replace(rows, num_computed=rows.num_computed.at[padding].set(0))
-        cache, rows, selected, _ = run_forward(params, cache, rows, open_inputs, nothing, model=model, layout=layout)
+        cache, rows, selected, _ = run_forward(params, cache, rows, open_inputs, feature_params, **where)
         rows, _, after, sampled = sample_tokens(
             rows, nothing, sampler, nothing, selected, None, model=model, variant=variant
         )

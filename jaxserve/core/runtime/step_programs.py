@@ -39,12 +39,10 @@ def name_program(kind: str, key: Any) -> str:
             name = str(bucket)
         case "sample", (rows, width, variant):
             name += f" {rows if width == 1 else f'{rows}x{width}'} {variant.name.lower()}"
-        case "loop", (rows, variant):
-            name += f" {rows} {variant.name.lower()}"
+        case "loop", (bucket, variant):
+            name += f" {bucket.rows} {variant.name.lower()}"
         case "logprobs", (rows, width):
             name += f" {rows * width}"
-        case "prompt_logprobs", bucket:
-            name += f" {bucket.tokens}"
         case _ if key is not None:
             name += f" {key}"
     return name
@@ -59,7 +57,7 @@ def list_programs(buckets: BucketTable, variants: Iterable[SampleVariant] = Samp
     for bucket in sorted(buckets.buckets, reverse=True):
         yield "forward", bucket
         if bucket.is_mixed and variants:
-            yield "prompt_logprobs", bucket
+            yield "prompt_logprobs", bucket.tokens
     for rows, width in (*((rows, 1) for rows in buckets.row_counts), *buckets.verify_sizes):
         for variant in variants:
             yield "sample", (rows, width, variant)
@@ -73,9 +71,9 @@ def list_programs(buckets: BucketTable, variants: Iterable[SampleVariant] = Samp
 
 def list_loops(buckets: BucketTable) -> Iterator[ProgramKey]:
     """Yields the (kind, key) of the programs of several decode steps."""
-    for rows in buckets.row_counts:
-        if rows <= buckets.loop_rows:
-            yield from (("loop", (rows, variant)) for variant in SampleVariant if variant is not SampleVariant.MASKED)
+    for bucket in buckets.buckets:
+        if bucket.is_decode and bucket.rows <= buckets.loop_rows:
+            yield from (("loop", (bucket, variant)) for variant in SampleVariant if variant is not SampleVariant.MASKED)
 
 
 @dataclass(frozen=True)
@@ -140,13 +138,13 @@ def _make_sample(engine: EnginePrograms, key: tuple[int, int, SampleVariant]) ->
     )
 
 
-def _make_loop(engine: EnginePrograms, key: tuple[int, SampleVariant]) -> Program:
-    (rows, variant), inputs = key, engine.inputs
-    layout, steps = InputLayout(Bucket(rows, rows), inputs.state_shape), engine.max_decode_steps
+def _make_loop(engine: EnginePrograms, key: tuple[Bucket, SampleVariant]) -> Program:
+    (bucket, variant), inputs = key, engine.inputs
+    layout, steps = InputLayout(bucket, inputs.state_shape), engine.max_decode_steps
     packed = inputs.spec((layout.size,), jnp.int32)
     return Program(
         partial(decode_loop, model=engine.model, layout=layout, num_steps=steps, variant=variant),
-        (inputs.params, inputs.cache, inputs.rows, inputs.sampler, packed),
+        (inputs.params, inputs.cache, inputs.rows, inputs.sampler, packed, inputs.feature_params),
         results=(inputs.replicated,),
         donated=(1, 2, 3),
         has_products=True,
@@ -162,13 +160,13 @@ def _make_logprobs(engine: EnginePrograms, key: tuple[int, int]) -> Program:
     )
 
 
-def _make_prompt_logprobs(engine: EnginePrograms, bucket: Bucket) -> Program:
+def _make_prompt_logprobs(engine: EnginePrograms, tokens: int) -> Program:
     inputs, config = engine.inputs, engine.model.config
     most = min(limit_prompt_logprobs(engine.max_logprobs), config.vocab_size)
-    hidden = inputs.spec((bucket.tokens, config.hidden_size), config.dtype)
+    hidden = inputs.spec((tokens, config.hidden_size), config.dtype)
     return Program(
         partial(compute_prompt_logprobs, model=engine.model, max_logprobs=most),
-        (head_params(inputs.params), hidden, inputs.spec((bucket.tokens,), jnp.int32)),
+        (head_params(inputs.params), hidden, inputs.spec((tokens,), jnp.int32)),
         results=(inputs.replicated,),
         has_products=True,
     )
