@@ -205,18 +205,15 @@ def build_engine(
 def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None) -> Engine:
     """Returns the engine whose scheduler plans for a built runner; its steps go to `runner`, which wraps that one."""
     from jaxserve.core.runtime.startup import page_groups
-    from jaxserve.features.choose import count_host_pages
 
     shapes, options = built.shapes, built.shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
-    host_pages, max_copies = count_host_pages(shapes)
     pages = PageManager(
         page_groups(shapes, built.plan),
         page_size=options.cache.page_size,
         max_chunk=options.scheduler.max_num_batched_tokens,
         enable_prefix_caching=options.cache.enable_prefix_caching,
-        num_host_slots=host_pages,
-        max_copies=max_copies,
+        **shapes.page_options,
     )
     return Engine(
         Scheduler(shapes.limits, pages, costs=built.runner.step_costs),

@@ -47,11 +47,3 @@ def _list_features(sizes: Sizes, drafter: DrafterModel | None) -> Iterator[StepF
         yield Drafter(drafter, draws, sizes.state.max_drafts, most_rows, hidden)
     if size is not None:
         yield HostTier(size, len(sizes.model.kv_groups))
-
-
-def count_host_pages(shapes: Shapes) -> tuple[int, int]:
-    """Returns how many pages of each KV group the host holds, and how many a step loads at most; 0 without a tier."""
-    for feature in shapes.features:
-        if isinstance(feature, HostTier):
-            return feature.count_slots(shapes), feature.max_copies(shapes)
-    return 0, 0

@@ -79,6 +79,10 @@ class StepFeature:
         """Fields of `SchedulerLimits` that the feature sets."""
         return {}
 
+    def page_options(self, sizes: Sizes) -> Mapping[str, int]:
+        """Returns arguments of `PageManager` that the feature sets."""
+        return {}
+
     @property
     def note(self) -> str:
         """Its parameters in a word, for users; empty: it has none."""

@@ -29,6 +29,11 @@ class Shapes(Sizes):
         return tuple(each for each in pages if each is not None)
 
     @property
+    def page_options(self) -> dict[str, int]:
+        """The arguments of `PageManager` that features set."""
+        return {name: value for feature in self.features for name, value in feature.page_options(self).items()}
+
+    @property
     def limits(self) -> SchedulerLimits:
         scheduler, updates = self.config.scheduler, self.state.groups * self.state.pages_per_row
         assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None

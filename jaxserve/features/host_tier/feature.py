@@ -46,6 +46,10 @@ class HostTier(StepFeature):
     num_groups: int  # KV groups
     bound: tuple[HostMemory, CacheLayout] | None = None  # the slots, and where the pages of layers lie
 
+    def page_options(self, sizes: Sizes) -> dict[str, int]:
+        """See `StepFeature.page_options`."""
+        return {"num_host_slots": self.count_slots(sizes), "max_copies": self.max_copies(sizes)}
+
     def count_slots(self, sizes: Sizes) -> int:
         """Returns how many pages of each KV group it holds; ConfigError: none."""
         return count_slots(self.size, sizes.specs, sizes.model.kv_groups)

@@ -9,7 +9,7 @@ from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.core.runtime.startup import estimate_use, page_groups, plan_pools
 from jaxserve.device_kinds import KNOWN, DeviceKind, find_kind
 from jaxserve.errors import ConfigError
-from jaxserve.features.choose import count_host_pages, make_shapes
+from jaxserve.features.choose import make_shapes
 from jaxserve.tools.simulation.calibration import Calibration, make_formula, take_from_data_sheet
 from jaxserve.tools.simulation.replica import EngineSpec
 
@@ -49,7 +49,6 @@ def make_spec(shapes: Shapes, kind: DeviceKind, calibration: Calibration) -> Eng
     limit = None if kind.platform == "cpu" else kind.memory
     pools = plan_pools(shapes, budget=cache_budget(limit, cache.device_memory_utilization, estimate_use(shapes)))
     assert cache.page_size is not None  # resolved
-    num_slots, max_copies = count_host_pages(shapes)
     return EngineSpec(
         limits=shapes.limits,
         groups=page_groups(shapes, pools),
@@ -57,7 +56,6 @@ def make_spec(shapes: Shapes, kind: DeviceKind, calibration: Calibration) -> Eng
         formula=make_formula(shapes, calibration),
         page_size=cache.page_size,
         enable_prefix_caching=cache.enable_prefix_caching,
-        num_host_slots=num_slots,
-        max_copies=max_copies,
         overlap=scheduler.async_scheduling,
+        **shapes.page_options,
     )
