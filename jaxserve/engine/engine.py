@@ -112,7 +112,7 @@ class Engine:
         return [output for output in outputs if output is not None]
 
     def displace(self, displaced: Iterable[tuple[str, QueueFullError]]) -> list[RequestOutput]:
-        """Ends the requests that `Door.find_room` displaced, each with its error; returns their last outputs."""
+        """Ends the requests that `find_room` displaced, each with its error; returns their last outputs."""
         outputs = [self._end_request(name, FinishReason.ERROR, error) for name, error in displaced]
         return [output for output in outputs if output is not None]
 

@@ -174,7 +174,7 @@ class EngineThread:
             return
         added: list[str] = []
         try:
-            displaced = [] if beyond_limits else self._engine.scheduler.door.find_room(requests)
+            displaced = [] if beyond_limits else self._engine.scheduler.queue_admission.find_room(requests)
             for request in requests:
                 self._engine.add_request(request)
                 added.append(request.request_id)

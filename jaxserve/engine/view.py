@@ -40,11 +40,11 @@ class EngineView:
 
         Args:
             most: sequences that may wait, unless an option sets the limit.
-            seconds: the longest wait that a request may expect (`Door.bound_wait`).
+            seconds: the longest wait that a request may expect (`QueueAdmission.bound_wait`).
         """
-        door = self._ready.engine.scheduler.door
-        door.bound_sequences(most)
-        door.bound_wait(seconds)
+        admission = self._ready.engine.scheduler.queue_admission
+        admission.bound_sequences(most)
+        admission.bound_wait(seconds)
 
     def refuse_if_full(self, rank: Rank, tenant: Tenant, *, checks_wait: bool = False) -> None:
         """Raises QueueFullError if the queue has no room for any request of this rank and tenant.
@@ -52,17 +52,17 @@ class EngineView:
         Args:
             checks_wait: also if such a request would wait too long; its tier must be known.
         """
-        door = self._ready.engine.scheduler.door
-        door.refuse_if_full(rank, tenant)
+        admission = self._ready.engine.scheduler.queue_admission
+        admission.refuse_if_full(rank, tenant)
         if checks_wait:
-            door.refuse_if_late(rank, tenant)
+            admission.refuse_if_late(rank, tenant)
 
     def count_idle_rows(self) -> int:
         """Returns how many sequences more would get a row without waiting."""
         scheduler = self._ready.engine.scheduler
-        return max(0, scheduler.door.idle_rows - scheduler.waiting.num_new)
+        return max(0, scheduler.queue_admission.idle_rows - scheduler.waiting.num_new)
 
     def seconds_to_admit(self) -> float:
         """Returns the seconds until all that waits now is admitted at the recent pace; see `QueuePace.estimate`."""
         scheduler = self._ready.engine.scheduler
-        return scheduler.door.pace.estimate(scheduler.waiting.num_new)
+        return scheduler.queue_admission.pace.estimate(scheduler.waiting.num_new)

@@ -186,7 +186,7 @@ class EngineMachine(RuleBasedStateMachine):
             deadline=None if patience is None else self.now + patience,
             task=Task.POOL if embeds else Task.GENERATE,
         )
-        displaced = self.ask_at_the_door(request) if asks else []
+        displaced = self.ask_the_queue(request) if asks else []
         if displaced is None:
             return
         try:
@@ -220,11 +220,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add_request(request)
             self.requests[request.request_id] = request
 
-    def ask_at_the_door(self, request: Request) -> list[tuple[str, QueueFullError]] | None:
+    def ask_the_queue(self, request: Request) -> list[tuple[str, QueueFullError]] | None:
         """Returns who makes way, or None when the request is refused; what waits is counted anew."""
         scheduler = self.engine.scheduler
         limits, batch = scheduler.limits, scheduler.batch
-        idle = scheduler.door.idle_rows
+        idle = scheduler.queue_admission.idle_rows
         assert idle in (0, limits.max_num_seqs - len(batch)) and (idle or scheduler.waiting or batch.is_full)
 
         def fits(names: set[str], rows: int) -> bool:
@@ -244,7 +244,7 @@ class EngineMachine(RuleBasedStateMachine):
             if each.status is SequenceStatus.WAITING and not each.index and each.request.rank > request.rank
         }
         try:
-            displaced = scheduler.door.find_room([request])
+            displaced = scheduler.queue_admission.find_room([request])
         except InvalidRequestError as refusal:
             assert not fits(set(), limits.max_num_seqs) and refusal.field in ("n", "prompt")
             return None

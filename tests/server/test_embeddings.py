@@ -41,26 +41,26 @@ async def ask(served: Served, *bodies: dict[str, Any], path: str = PATH) -> list
 def note_parts(served: Served) -> list[int]:
     """The sizes of all parts that ask for room from now on."""
     sizes: list[int] = []
-    find_room = served.engine.scheduler.door.find_room
+    find_room = served.engine.scheduler.queue_admission.find_room
 
     def note(requests: Sequence[Request]) -> list[tuple[str, QueueFullError]]:
         sizes.append(len(requests))
         return find_room(requests)
 
-    served.engine.scheduler.door.find_room = note  # type: ignore[method-assign]
+    served.engine.scheduler.queue_admission.find_room = note  # type: ignore[method-assign]
     return sizes
 
 
 def refuse(served: Served, answers: Iterator[bool]) -> None:
     """Has the queue refuse the parts for which `answers` says so."""
-    find_room = served.engine.scheduler.door.find_room
+    find_room = served.engine.scheduler.queue_admission.find_room
 
     def refuse_some(requests: Sequence[Request]) -> list[tuple[str, QueueFullError]]:
         if next(answers):
             raise QueueFullError("the queue is full", limit=1, queued=1)
         return find_room(requests)
 
-    served.engine.scheduler.door.find_room = refuse_some  # type: ignore[method-assign]
+    served.engine.scheduler.queue_admission.find_room = refuse_some  # type: ignore[method-assign]
 
 
 def check(answer: httpx.Response, texts: Sequence[list[int]]) -> None:

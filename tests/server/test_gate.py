@@ -403,7 +403,7 @@ def test_retry_after_is_what_the_queue_takes() -> None:
     for number in range(21):
         engine.add_request(greedy(f"r{number}", range(10), 1))
     assert state.retry_after() == 1, "nothing is known yet"
-    pace = engine.scheduler.door.pace
+    pace = engine.scheduler.queue_admission.pace
     for second in range(20):
         pace.note(second, 0, waits=True)
     assert state.retry_after() == 60, "nothing has moved"
@@ -422,12 +422,12 @@ def test_who_would_wait_too_long_is_refused_before_the_body_unless_it_may_be_fle
 ) -> None:
     state = make_state()
     engine = serve(state, rows=1)
-    door = engine.scheduler.door
-    door.bound_wait(5.0)
+    admission = engine.scheduler.queue_admission
+    admission.bound_wait(5.0)
     engine.add_request(greedy("runs", range(10), 5))
     engine.step()
     for second in range(20):
-        door.pace.note(second, 0, waits=True)
+        admission.pace.note(second, 0, waits=True)
     app = Guard(greet, state, {hash_key(KEYS[0]): rights})
     answer = ask(app, "/v1/completions", "POST", bearer(KEYS[0]))
     assert answer.status == status

@@ -156,7 +156,7 @@ def test_a_server_bounds_its_queue_where_nobody_did(
         monkeypatch.setattr(ServerState, "open", lambda state, llm: setattr(state, "llm", llm))
         monkeypatch.setattr(launch, "tune_garbage_collector", lambda: None)
         launch.Server(uvicorn.Config(make_app(state)), state)._build()
-        find_room = served.engine.scheduler.door.find_room
+        find_room = served.engine.scheduler.queue_admission.find_room
         params = SamplingParams(n=most + 2)
         assert find_room([Request("a", (1,), params)]) == []
         with pytest.raises(InvalidRequestError, match=f"max_num_queued_reqs={most}"):

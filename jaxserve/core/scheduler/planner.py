@@ -31,7 +31,7 @@ from jaxserve.core.scheduler.policy import (
     may_admit,
     must_yield,
 )
-from jaxserve.core.scheduler.queue_admission import Door
+from jaxserve.core.scheduler.queue_admission import QueueAdmission
 from jaxserve.core.scheduler.running import Batch
 from jaxserve.core.scheduler.scheduler_counts import SchedulerCounts
 from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus
@@ -51,7 +51,7 @@ class Planner:
         pages: PageManager,
         waiting: WaitingQueue,
         batch: Batch,
-        door: Door,
+        queue_admission: QueueAdmission,
         turns: TurnOrder,
         times: StepTimes,
         widths: WidthChooser | None,
@@ -60,8 +60,8 @@ class Planner:
     ) -> None:
         self.limits = limits
         self._pages = pages
-        self._waiting, self._batch = waiting, batch
-        self._door, self._turns, self._times, self._widths, self._counts = door, turns, times, widths, counts
+        self._waiting, self._batch, self._queue_admission = waiting, batch, queue_admission
+        self._turns, self._times, self._widths, self._counts = turns, times, widths, counts
         self._clock = clock
         self._steps = itertools.count()
         self._kinds = deque(list_kinds(limits))
@@ -69,7 +69,7 @@ class Planner:
     def plan(self) -> StepPlan | None:
         """Returns the next step; None when nothing can be computed, or not before the next commit."""
         plan = self._plan()
-        self._door.pace.note(self._clock(), self._counts.num_admitted, waits=self._waiting.num_new > 0)
+        self._queue_admission.pace.note(self._clock(), self._counts.num_admitted, waits=self._waiting.num_new > 0)
         return plan
 
     def _plan(self) -> StepPlan | None:
@@ -207,7 +207,7 @@ class Planner:
             work, need = count_work(self.limits, sequence, num_cached), count_need(self.limits, sequence)
             length = choose_chunk(self.limits, num_cached, work, builder.budget, builder.kind.lengths)
             missing = pages.count_missing(sequence.pages, need)
-            has_room = self._door.has_pages = pages.has_room(map(add, promised, missing))
+            has_room = self._queue_admission.has_pages = pages.has_room(map(add, promised, missing))
             if has_room and pages.load_prefix(sequence.pages):
                 continue  # it waits, and those behind it go first
             if length == 0 or not has_room or len(updates) > builder.prefix_updates:
@@ -247,7 +247,7 @@ class Planner:
                 return False
 
     def _preempt(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        self._door.has_pages = False
+        self._queue_admission.has_pages = False
         sampling_chunk = sequence.row in builder.chunks and builder.chunks[sequence.row].is_last
         builder.remove(sequence)
         is_in_flight = sequence.num_computed_tokens >= len(sequence.token_ids)  # in the one step that can be

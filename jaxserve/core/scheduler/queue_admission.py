@@ -73,7 +73,7 @@ class _Part:
         return _Excess(name, limit, what, waiting, more, text, whose)
 
 
-class Door:
+class QueueAdmission:
     """Compares requests with the limits of the queue. It decides only; callers queue and displace requests.
 
     There is room for a request if the limits let it wait, or if idle rows suffice for it and all that wait. Only

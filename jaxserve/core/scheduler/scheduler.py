@@ -11,7 +11,7 @@ from jaxserve.core.scheduler.committer import Commit, Committer
 from jaxserve.core.scheduler.fairness import ArrivalOrder, FairOrder, TurnOrder
 from jaxserve.core.scheduler.limits import SchedulerLimits
 from jaxserve.core.scheduler.planner import Planner
-from jaxserve.core.scheduler.queue_admission import Door
+from jaxserve.core.scheduler.queue_admission import QueueAdmission
 from jaxserve.core.scheduler.running import Batch
 from jaxserve.core.scheduler.scheduler_counts import SchedulerCounts
 from jaxserve.core.scheduler.sequence import Sequence
@@ -49,11 +49,10 @@ class Scheduler:
         self.widths = WidthChooser(limits, self.times, {} if costs is None else costs) if limits.max_drafts else None
         self.waiting = WaitingQueue(self.turns, lambda sequence: not pages.is_loading(sequence.pages))
         self.batch = Batch(limits.max_num_seqs, pages)
-        self.door = Door(limits, self.waiting, self.batch, clock)
+        self.queue_admission = QueueAdmission(limits, self.waiting, self.batch, clock)
         self.counts = SchedulerCounts()
-        self.planner = Planner(
-            limits, pages, self.waiting, self.batch, self.door, self.turns, self.times, self.widths, self.counts, clock
-        )
+        policies = self.queue_admission, self.turns, self.times, self.widths, self.counts
+        self.planner = Planner(limits, pages, self.waiting, self.batch, *policies, clock)
         self._unfinished = UnfinishedRequests(limits, pages, self.waiting, self.batch)
         self._committer = Committer(pages, self.waiting, self.batch, self._unfinished, self.widths, self.counts)
 
@@ -65,7 +64,7 @@ class Scheduler:
         """Queues a request; returns its n sequences.
 
         All but the first wait until the prompt is computed, then share its pages by content. The limits of the queue
-        are not checked here; see `Door.find_room`.
+        are not checked here; see `QueueAdmission.find_room`.
 
         Raises:
             InvalidRequestError: the prompt is empty or leaves no room for an output token, or the id is in use.

@@ -142,7 +142,7 @@ class Replica:
         if not self.engine.has_unfinished:
             self.clock.advance_to(request.arrival_time)
         try:
-            displaced = self.scheduler.door.find_room([request])
+            displaced = self.scheduler.queue_admission.find_room([request])
             self.engine.add_request(request)
         except JaxServeError as error:
             timeline.error = error

@@ -1,4 +1,4 @@
-"""The wait that the door expects: a place in line at the recent pace; who would wait too long is refused at once."""
+"""The expected wait: a place in line at the recent pace; who would wait too long is refused at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_waiting(count: int, **options: Any) -> Scheduler:
     assert scheduler.plan() is not None
     for number in range(count):
         scheduler.add(make_request(f"w{number}", 5, tenant=Tenant("many")))
-    scheduler.door.pace = pace = QueuePace()
+    scheduler.queue_admission.pace = pace = QueuePace()
     pace.note(0.0, 0, waits=True)
     pace.note(1.0, 2, waits=True)
     return scheduler
@@ -57,54 +57,55 @@ def test_a_queue_that_stands_still_takes_for_ever() -> None:
 
 def test_what_would_wait_too_long_is_refused_at_once() -> None:
     scheduler = make_waiting(3)
-    door = scheduler.door
-    assert door.estimate_wait(DEFAULT) == pytest.approx(2.0)
-    assert door.find_room([make_request("unbounded", deadline=100.1)]) == []
-    door.bound_wait(1.9)
+    admission = scheduler.queue_admission
+    assert admission.estimate_wait(DEFAULT) == pytest.approx(2.0)
+    assert admission.find_room([make_request("unbounded", deadline=100.1)]) == []
+    admission.bound_wait(1.9)
     with pytest.raises(QueueFullError, match=r"expected in 2\.0 s, and max_queue_wait=1\.9; try again") as caught:
-        door.find_room([make_request("late")])
+        admission.find_room([make_request("late")])
     assert (caught.value.limit, caught.value.queued) == (1.9, pytest.approx(2.0))
     with pytest.raises(QueueFullError):
-        door.refuse_if_late(DEFAULT)
-    door.bound_wait(2.1)
-    assert door.find_room([make_request("in time")]) == []
+        admission.refuse_if_late(DEFAULT)
+    admission.bound_wait(2.1)
+    assert admission.find_room([make_request("in time")]) == []
 
 
 def test_better_requests_wait_for_better_ones_only() -> None:
-    door = make_waiting(3).door
-    door.bound_wait(0.6)
-    assert door.estimate_wait((ServiceTier.DEFAULT, -1)) == door.estimate_wait((ServiceTier.PRIORITY, 5)) == 0.5
-    assert door.find_room([make_request("better", priority=-1)]) == []
-    assert door.estimate_wait(FLEX) == 2.0
+    admission = make_waiting(3).queue_admission
+    admission.bound_wait(0.6)
+    assert admission.estimate_wait((ServiceTier.DEFAULT, -1)) == 0.5
+    assert admission.estimate_wait((ServiceTier.PRIORITY, 5)) == 0.5
+    assert admission.find_room([make_request("better", priority=-1)]) == []
+    assert admission.estimate_wait(FLEX) == 2.0
 
 
 def test_flex_waits_as_long_as_it_takes_and_a_deadline_holds_for_all() -> None:
-    door = make_waiting(3).door
-    door.bound_wait(1.0)
-    assert door.find_room([make_request("flex", service_tier=ServiceTier.FLEX)]) == []
-    door.bound_wait(math.inf)
+    admission = make_waiting(3).queue_admission
+    admission.bound_wait(1.0)
+    assert admission.find_room([make_request("flex", service_tier=ServiceTier.FLEX)]) == []
+    admission.bound_wait(math.inf)
     for tier in (ServiceTier.FLEX, ServiceTier.DEFAULT):
-        assert door.find_room([make_request("in time", service_tier=tier, deadline=102.5)]) == []
+        assert admission.find_room([make_request("in time", service_tier=tier, deadline=102.5)]) == []
         with pytest.raises(QueueFullError, match=r"expected in 2\.0 s, and its timeout leaves 1\.5 s"):
-            door.find_room([make_request("late", service_tier=tier, deadline=101.5)])
+            admission.find_room([make_request("late", service_tier=tier, deadline=101.5)])
 
 
 def test_idle_rows_take_what_comes() -> None:
     scheduler = make_waiting(0)
-    scheduler.door.bound_wait(0.1)
+    scheduler.queue_admission.bound_wait(0.1)
     with pytest.raises(QueueFullError):
-        scheduler.door.find_room([make_request("late")])
+        scheduler.queue_admission.find_room([make_request("late")])
     scheduler.finish("runs", FinishReason.ABORT)
-    assert scheduler.door.estimate_wait(DEFAULT) == 0.0
-    assert scheduler.door.find_room([make_request("at once", deadline=99.0)]) == []
+    assert scheduler.queue_admission.estimate_wait(DEFAULT) == 0.0
+    assert scheduler.queue_admission.find_room([make_request("at once", deadline=99.0)]) == []
 
 
 def test_with_turns_one_tenant_does_not_make_another_wait() -> None:
-    door = make_waiting(30, scheduling_policy="fair").door
-    assert door.estimate_wait(DEFAULT, Tenant("many")) == 15.5
-    assert door.estimate_wait(DEFAULT, Tenant("one")) == 1.0, "behind one of the others"
-    assert door.estimate_wait(DEFAULT, Tenant("light", weight=0.1)) == 5.5, "behind ten"
-    door.bound_wait(2.0)
-    assert door.find_room([make_request("a", tenant=Tenant("one"))]) == []
+    admission = make_waiting(30, scheduling_policy="fair").queue_admission
+    assert admission.estimate_wait(DEFAULT, Tenant("many")) == 15.5
+    assert admission.estimate_wait(DEFAULT, Tenant("one")) == 1.0, "behind one of the others"
+    assert admission.estimate_wait(DEFAULT, Tenant("light", weight=0.1)) == 5.5, "behind ten"
+    admission.bound_wait(2.0)
+    assert admission.find_room([make_request("a", tenant=Tenant("one"))]) == []
     with pytest.raises(QueueFullError):
-        door.find_room([make_request("b", tenant=Tenant("many"))])
+        admission.find_room([make_request("b", tenant=Tenant("many"))])

@@ -103,7 +103,7 @@ def test_three_times_the_load_leaves_what_is_served_in_time() -> None:
 
     def count_good(most_wait: float) -> int:
         replica = Replica(make_spec(rows=16, tokens=256, pages=400))
-        replica.scheduler.door.bound_wait(most_wait)
+        replica.scheduler.queue_admission.bound_wait(most_wait)
         found = []
         for number in range(round(3 * rate * num_seconds)):
             request = ask(number, number / (3 * rate), tokens=4 + number * 7 % 13)

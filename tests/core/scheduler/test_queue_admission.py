@@ -1,4 +1,4 @@
-"""The door of the queue: idle rows count, sizes that never fit are said so, and better requests displace worse ones."""
+"""Admission to the queue: idle rows count, what never fits is said so, and better requests displace worse ones."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def make_full(rows: int = 2, queue: tuple[int | None, int | None] = (3, None), p
     scheduler = make_scheduler(rows=rows, queue=queue)
     for number in range(rows):
         scheduler.add(make_request(f"r{number}", 5))
-    assert scheduler.plan() is not None and scheduler.door.idle_rows == 0
+    assert scheduler.plan() is not None and scheduler.queue_admission.idle_rows == 0
     for number in range(1, (queue[0] or 0) + 1):
-        scheduler.door.find_room([waits := make_request(f"w{number}", 5, priority=priority)])
+        scheduler.queue_admission.find_room([waits := make_request(f"w{number}", 5, priority=priority)])
         scheduler.add(waits)
     return scheduler
 
 
 def find_names(scheduler: Scheduler, *requests: Request) -> list[str]:
-    return [name for name, _ in scheduler.door.find_room(requests)]
+    return [name for name, _ in scheduler.queue_admission.find_room(requests)]
 
 
 def test_a_full_queue_refuses_and_says_which_limit() -> None:
     scheduler = make_full()
     for priority in (0, 7):
         with pytest.raises(QueueFullError, match=r"3 sequences.*max_num_queued_reqs=3") as caught:
-            scheduler.door.refuse_if_full((1, priority))
+            scheduler.queue_admission.refuse_if_full((1, priority))
         assert (caught.value.limit, caught.value.queued) == (3, 3)
         with pytest.raises(QueueFullError, match=r"3 sequences.* 2 more"):
-            scheduler.door.find_room([make_request("a"), make_request("b")])
+            scheduler.queue_admission.find_room([make_request("a"), make_request("b")])
     scheduler.add(make_request("a", 400, n=9))  # a batch is not limited
 
 
@@ -47,7 +47,7 @@ def test_tokens_are_a_limit_of_their_own() -> None:
     scheduler.add(make_request("a", 5))
     assert find_names(scheduler, make_request("b", 15)) == []
     with pytest.raises(QueueFullError, match=r"5 prompt tokens.* 16 more .*max_num_queued_tokens=20") as caught:
-        scheduler.door.find_room([make_request("b", 16)])
+        scheduler.queue_admission.find_room([make_request("b", 16)])
     assert (caught.value.limit, caught.value.queued) == (20, 5)
 
 
@@ -55,11 +55,11 @@ def test_tokens_are_a_limit_of_their_own() -> None:
 def test_what_could_start_now_is_not_refused(queue: tuple[int | None, int | None]) -> None:
     scheduler = make_scheduler(rows=3, queue=queue)
     for name in ("a", "b", "c"):
-        scheduler.door.refuse_if_full((1, 0))
+        scheduler.queue_admission.refuse_if_full((1, 0))
         assert find_names(scheduler, make_request(name, 5)) == []
         scheduler.add(make_request(name, 5))
     with pytest.raises(QueueFullError):
-        scheduler.door.find_room([make_request("d", 5), make_request("e", 5)])
+        scheduler.queue_admission.find_room([make_request("d", 5), make_request("e", 5)])
 
 
 def test_idle_rows_do_not_count_while_pages_are_missing() -> None:
@@ -67,11 +67,11 @@ def test_idle_rows_do_not_count_while_pages_are_missing() -> None:
     scheduler.add(make_request("a", 100))
     scheduler.add(make_request("b", 100))
     assert scheduler.plan() is not None
-    assert (len(scheduler.batch), scheduler.door.idle_rows) == (1, 0)
+    assert (len(scheduler.batch), scheduler.queue_admission.idle_rows) == (1, 0)
     with pytest.raises(QueueFullError, match="1 sequences"):
-        scheduler.door.find_room([make_request("c", 1)])
+        scheduler.queue_admission.find_room([make_request("c", 1)])
     scheduler.finish("b", FinishReason.ABORT)
-    assert scheduler.door.idle_rows == 7
+    assert scheduler.queue_admission.idle_rows == 7
 
 
 @pytest.mark.parametrize(
@@ -97,19 +97,19 @@ def test_what_never_fits_is_told_not_to_try_again(
         assert find_names(scheduler, *requests) == []
         return
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        scheduler.door.find_room(requests)
+        scheduler.queue_admission.find_room(requests)
     assert caught.value.field == field
 
 
 def test_a_better_request_takes_the_place_of_the_worst_that_waits() -> None:
     scheduler = make_full(queue=(3, None), priority=5)
-    scheduler.door.refuse_if_full((1, 4))
-    ((name, error),) = scheduler.door.find_room([make_request("better", 5, priority=4)])
+    scheduler.queue_admission.refuse_if_full((1, 4))
+    ((name, error),) = scheduler.queue_admission.find_room([make_request("better", 5, priority=4)])
     assert name == "w3" and "request w3: the queue is full (max_num_queued_reqs=3)" in str(error)
     assert find_names(scheduler, make_request("b", n=2)) == ["w3", "w2"]
     for priority in (5, 6):  # who came first stays
         with pytest.raises(QueueFullError):
-            scheduler.door.find_room([make_request("same", 5, priority=priority)])
+            scheduler.queue_admission.find_room([make_request("same", 5, priority=priority)])
 
 
 def test_nobody_makes_way_in_vain() -> None:
@@ -118,7 +118,7 @@ def test_nobody_makes_way_in_vain() -> None:
     scheduler.add(make_request("best", priority=-1))
     assert find_names(scheduler, make_request("b", n=3)) == ["w4", "w3", "w2"]
     with pytest.raises(QueueFullError, match=r"4 sequences.* 4 more"):
-        scheduler.door.find_room([make_request("b", n=4)])
+        scheduler.queue_admission.find_room([make_request("b", n=4)])
 
 
 def test_tokens_make_way_too() -> None:
@@ -136,7 +136,7 @@ def test_who_has_begun_stays() -> None:
     assert plan is not None and scheduler.waiting.num_new == 2  # its further completions wait for the prompt's pages
     for _ in range(2):
         with pytest.raises(QueueFullError):
-            scheduler.door.find_room([make_request("better")])
+            scheduler.queue_admission.find_room([make_request("better")])
         scheduler.commit(plan, StepOutputs([7]))
     assert len(scheduler.waiting) == 2
 
@@ -149,7 +149,7 @@ def test_only_first_admissions_count() -> None:
     assert plan is not None and (scheduler.waiting.num_new, scheduler.waiting.num_new_tokens) == (1, 0)
     assert find_names(scheduler, make_request("b")) == []  # the second completion has the idle row, so "b" may wait
     with pytest.raises(QueueFullError):
-        scheduler.door.find_room([make_request("b", n=2)])
+        scheduler.queue_admission.find_room([make_request("b", n=2)])
     scheduler.commit(plan, StepOutputs([7]))
     scheduler.plan()
     assert (scheduler.waiting.num_new, len(scheduler.waiting)) == (0, 0)
@@ -161,10 +161,10 @@ def test_only_first_admissions_count() -> None:
 def test_a_default_bounds_where_no_option_does() -> None:
     for queue, most in ((None, 2), (5, 5)):
         scheduler = make_scheduler(rows=1, queue=(queue, None))
-        scheduler.door.bound_sequences(2)
+        scheduler.queue_admission.bound_sequences(2)
         assert find_names(scheduler, make_request("a", n=most + 1)) == []
         with pytest.raises(InvalidRequestError):
-            scheduler.door.find_room([make_request("a", n=most + 2)])
+            scheduler.queue_admission.find_room([make_request("a", n=most + 2)])
 
 
 # Shares of tenants
@@ -191,14 +191,14 @@ def test_a_tenant_fills_its_share_and_leaves_the_rest_to_others() -> None:
     wait(scheduler, "h2", tenant=HALF)
     message = r"tenant 'half': 2 sequences.* 1 more .*queue_share=0\.5 of max_num_queued_reqs=4;"
     with pytest.raises(QueueFullError, match=message) as caught:
-        scheduler.door.find_room([make_request("h3", tenant=HALF)])
+        scheduler.queue_admission.find_room([make_request("h3", tenant=HALF)])
     assert (caught.value.limit, caught.value.queued) == (2, 2)
     with pytest.raises(QueueFullError, match=message):
-        scheduler.door.refuse_if_full((1, 0), HALF)
-    scheduler.door.refuse_if_full((1, 0))
+        scheduler.queue_admission.refuse_if_full((1, 0), HALF)
+    scheduler.queue_admission.refuse_if_full((1, 0))
     wait(scheduler, "other", tenant=Tenant("other", queue_share=0.5))
     with pytest.raises(QueueFullError, match=r"4 sequences.*max_num_queued_reqs=4;"):
-        scheduler.door.find_room([make_request("more", tenant=Tenant("other", queue_share=0.5))])
+        scheduler.queue_admission.find_room([make_request("more", tenant=Tenant("other", queue_share=0.5))])
     scheduler.finish("h1", FinishReason.ABORT)
     wait(scheduler, "h3", tenant=HALF)
 
@@ -207,7 +207,7 @@ def test_a_share_is_of_tokens_too() -> None:
     scheduler = make_full(queue=(None, 40))
     wait(scheduler, "a", 15, tenant=HALF)
     with pytest.raises(QueueFullError, match=r"15 prompt tokens .* 6 more .*=0\.5 of max_num_queued_tokens=40"):
-        scheduler.door.find_room([make_request("b", 6, tenant=HALF)])
+        scheduler.queue_admission.find_room([make_request("b", 6, tenant=HALF)])
     wait(scheduler, "b", 5, tenant=HALF)
     wait(scheduler, "c", 20)
 
@@ -219,7 +219,7 @@ def test_a_small_share_is_one_sequence() -> None:
     wait(scheduler, "a", tenant=tiny)
     scheduler.finish("w2", FinishReason.ABORT)
     with pytest.raises(QueueFullError, match="tenant 'tiny': 1 sequences"):
-        scheduler.door.find_room([make_request("b", tenant=tiny)])
+        scheduler.queue_admission.find_room([make_request("b", tenant=tiny)])
 
 
 def test_idle_rows_are_no_part_of_the_queue_but_others_may_take_them() -> None:
@@ -227,14 +227,14 @@ def test_idle_rows_are_no_part_of_the_queue_but_others_may_take_them() -> None:
     for name in ("a", "b", "c", "d"):  # one may wait, and three rows are idle
         wait(scheduler, name, tenant=HALF)
     with pytest.raises(QueueFullError):
-        scheduler.door.find_room([make_request("e", tenant=HALF)])
+        scheduler.queue_admission.find_room([make_request("e", tenant=HALF)])
     scheduler = make_scheduler(rows=3, queue=(2, None))
     for name in ("a", "b"):
         wait(scheduler, name)
     wait(scheduler, "c", tenant=HALF)
     wait(scheduler, "d", tenant=HALF)
     with pytest.raises(QueueFullError, match="tenant 'half': 2 sequences"):
-        scheduler.door.find_room([make_request("e", tenant=HALF)])
+        scheduler.queue_admission.find_room([make_request("e", tenant=HALF)])
 
 
 def test_what_never_fits_a_share_is_told_so() -> None:
@@ -242,7 +242,7 @@ def test_what_never_fits_a_share_is_told_so() -> None:
     assert find_names(scheduler, make_request("a", n=4, tenant=HALF)) == []
     message = r"^n: .*5 sequences.*queue_share=0\.5 of max_num_queued_reqs=4 and max_num_seqs=2"
     with pytest.raises(InvalidRequestError, match=message):
-        scheduler.door.find_room([make_request("a", n=5, tenant=HALF)])
+        scheduler.queue_admission.find_room([make_request("a", n=5, tenant=HALF)])
 
 
 def test_a_tenant_beyond_its_share_displaces_its_own() -> None:
@@ -253,7 +253,7 @@ def test_a_tenant_beyond_its_share_displaces_its_own() -> None:
         wait(scheduler, name, priority=priority, tenant=HALF)
     assert wait(scheduler, "better", priority=1, tenant=HALF) == ["h2"]
     with pytest.raises(QueueFullError, match="tenant 'half'"):
-        scheduler.door.find_room([make_request("same", priority=3, tenant=HALF)])
+        scheduler.queue_admission.find_room([make_request("same", priority=3, tenant=HALF)])
     # Its own makes room for both limits, so nobody else's is displaced.
     assert find_names(scheduler, make_request("best", priority=0, tenant=HALF)) == ["h1"]
     assert find_names(scheduler, make_request("best", priority=0)) == ["w3"]
