@@ -44,7 +44,7 @@ _QUIET_PATHS = (
     "/health/ready",
     "/ping",
     "/metrics",
-    "/version",  # by nginx in front of a router, for each request (cluster/nginx.conf)
+    "/version",  # by nginx in front of a router, for each request (tools/cluster/nginx.conf)
 )  # polled every few seconds
 _WITHHELD = "(message withheld: it may repeat what a client sent)"
 _SAFE_ERRORS = (
