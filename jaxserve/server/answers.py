@@ -22,7 +22,7 @@ from jaxserve.server.generation import Account, Generation, name_requests
 from jaxserve.server.json_text import make_json_response, run_by_size, to_json
 from jaxserve.server.protocol.fields import SamplingFields
 from jaxserve.server.server_state import ServerState
-from jaxserve.server.stream import EventStream, run_while_connected
+from jaxserve.server.stream import PING_SECONDS, EventStream, run_while_connected
 from jaxserve.server.tools import AnswerParser
 from jaxserve.tokenizers.tokenizer import TokenNamer
 
@@ -99,6 +99,7 @@ class Writer(Protocol):
     """
 
     done: bytes  # behind the last event of every stream
+    ping: Callable[[], bytes] | None  # makes a piece for a stream that nothing has come for; None: it waits in silence
 
     def render_error(self, error: ApiError) -> bytes:
         """Returns the event that ends a failed stream."""
@@ -176,10 +177,11 @@ async def respond(
     generation = Generation(state, requests, http, operation=operation)
     if not body.stream:
         return make_json_response(await run_while_connected(http, _collect(generation, reader, writer), state))
-    outputs = await run_while_connected(http, generation.begin(), state)
+    patience = None if writer.ping is None else PING_SECONDS
+    outputs = await run_while_connected(http, generation.begin(patience), state)
     shows_prompt = bool(body.return_token_ids or getattr(body, "echo", False))
     pieces = _stream(outputs, generation, reader, writer, shows_prompt=shows_prompt)
-    return EventStream(pieces, state, end=writer.done, render_error=writer.render_error)
+    return EventStream(pieces, state, end=writer.done, render_error=writer.render_error, ping=writer.ping)
 
 
 async def _collect(generation: Generation, reader: AnswerReader, writer: Writer) -> bytes:

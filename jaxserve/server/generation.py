@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -95,9 +96,12 @@ class Generation:
         found = describe_acceptance(self._measured, most, is_detailed=is_detailed)
         return {"metrics": {"speculative_decoding": found}}
 
-    async def begin(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Returns `outputs` once the first has come, so that an error before it still sets the HTTP status."""
-        return await begin_reading(self.outputs())
+    async def begin(self, patience: float | None = None) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Returns `outputs` once the first has come, so that an error before it still sets the HTTP status.
+
+        `patience`: the most seconds to wait for it; None: no limit.
+        """
+        return await begin_reading(self.outputs(), patience)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """Yields (position of the request, output) as they come.
@@ -185,19 +189,31 @@ class Generation:
         self._state.tracer.trace_request(record.request, output, total, operation=self._operation, headers=headers)
 
 
-async def begin_reading[T](outputs: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Returns the same outputs once the first has come; raises its error instead, if there is one."""
+async def begin_reading[T](outputs: AsyncGenerator[T], patience: float | None = None) -> AsyncGenerator[T]:
+    """Returns the same outputs once the first has come; raises its error instead, if there is one.
+
+    After `patience` seconds it returns them all the same, and its error is raised where they are read.
+    """
+    first = asyncio.ensure_future(_read_first(outputs))
     try:
-        first = await anext(outputs)
+        await asyncio.wait((first,), timeout=patience)
+        if first.done():
+            first.result()
     except BaseException:
+        first.cancel()
+        await asyncio.wait((first,))
         await outputs.aclose()
         raise
     return _continue(first, outputs)
 
 
-async def _continue[T](first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+async def _read_first[T](outputs: AsyncGenerator[T]) -> T:
+    return await anext(outputs)
+
+
+async def _continue[T](first: Awaitable[T], rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
     async with aclosing(rest):
-        yield first
+        yield await first
         async for each in rest:
             yield each
 

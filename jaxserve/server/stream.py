@@ -24,6 +24,7 @@ from jaxserve.server.server_state import ServerState
 
 _log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
+PING_SECONDS = 10.0  # without a piece, before a protocol that has pings sends one
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -89,12 +90,19 @@ class EventStream(Response):
         *,
         end: bytes = DONE,
         render_error: Callable[[ApiError], bytes] = render_error,
+        ping: Callable[[], bytes] | None = None,
         counts_leaving: bool = True,
     ) -> None:
-        """Sends nothing yet. `counts_leaving`: a client that leaves has aborted a request."""
+        """Sends nothing yet.
+
+        Args:
+            ping: makes a piece to send while nothing comes.
+            counts_leaving: a client that leaves has aborted a request.
+        """
         super().__init__(None, 200, _HEADERS)
         self._counts_leaving = counts_leaving
         self._pieces, self._state, self._end, self._render_error = pieces, state, end, render_error
+        self._ping, self._last_sent = ping, 0.0
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,16 +130,29 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send, send_piece: Send) -> None:
         """Sends head, pieces and end. Pieces skip the access log, which only needs the head and the end."""
-        end = self._end
+        end, pinging = self._end, None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if self._ping is not None:
+                pinging = asyncio.ensure_future(self._send_pings(self._ping, send_piece))
             async for piece in self._pieces:
+                self._last_sent = time.monotonic()
                 await send_piece({"type": "http.response.body", "body": piece, "more_body": True})
         except Exception as error:
             end = self._render_error(to_api_error(error)) + end
         finally:
+            if pinging is not None:
+                pinging.cancel()
             await self._pieces.aclose()
         await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _send_pings(self, ping: Callable[[], bytes], send_piece: Send) -> None:
+        """Sends a ping whenever nothing was sent for PING_SECONDS, and at once where nothing has come for the head."""
+        while True:
+            await asyncio.sleep(max(0.0, self._last_sent + PING_SECONDS - time.monotonic()))
+            if time.monotonic() >= self._last_sent + PING_SECONDS:
+                self._last_sent = time.monotonic()
+                await send_piece({"type": "http.response.body", "body": ping(), "more_body": True})
 
 
 async def run_while_connected[T](request: Request, work: Coroutine[Any, Any, T], state: ServerState) -> T:

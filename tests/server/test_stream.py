@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 from jaxserve.errors import DeadlineError, DeviceStepError
+from jaxserve.server import stream
 from jaxserve.server.errors import ApiError
+from jaxserve.server.generation import begin_reading
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import ServerState
 from jaxserve.server.stream import DONE, ChunkWriter, EventStream, encode_event, run_while_connected
@@ -81,6 +83,74 @@ def test_an_error_in_the_middle_is_an_event(error: Exception, code: str) -> None
         event, end = client.answer.body.removeprefix(b"data: 1\n\n").split(b"\n\n", 1)
         assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == code
         assert end == DONE and client.answer.is_whole and pieces.is_closed
+
+    run(test)
+
+
+def test_pings_come_while_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first comes at once if there is nothing else; a piece that comes is never cut by one."""
+
+    async def test() -> None:
+        monkeypatch.setattr(stream, "PING_SECONDS", 0.01)
+        state, go_on = make_state(), asyncio.Event()
+        client = ready(state)
+
+        async def make_pieces() -> AsyncGenerator[bytes]:
+            await go_on.wait()
+            yield b"data: 1\n\n"
+
+        options = {"ping": lambda: b": ping\n\n", "end": b""}
+        response = EventStream(make_pieces(), state, **options)  # type: ignore[arg-type]
+        serving = asyncio.ensure_future(response(make_scope("/"), client.receive, client.send))
+        while len(client.answer.messages) < 4:
+            await asyncio.sleep(0)
+        go_on.set()
+        await serving
+        *pings, piece, end = [message["body"] for message in client.answer.messages[1:]]
+        assert set(pings) == {b": ping\n\n"} and len(pings) >= 3
+        assert (piece, end) == (b"data: 1\n\n", b"") and client.answer.is_whole
+
+    run(test)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_outputs_that_come_late_are_read_all_the_same(fails: bool) -> None:
+    async def test() -> None:
+        go_on = asyncio.Event()
+
+        async def make() -> AsyncGenerator[int]:
+            await go_on.wait()
+            if fails:
+                raise DeadlineError("late")
+            yield 1
+            yield 2
+
+        outputs = await begin_reading(make(), patience=0.01)
+        go_on.set()
+        if fails:
+            with pytest.raises(DeadlineError):
+                await anext(outputs)
+        else:
+            assert [output async for output in outputs] == [1, 2]
+
+    run(test)
+
+
+def test_outputs_that_are_waited_for_end_with_their_reader() -> None:
+    async def test() -> None:
+        pieces = Pieces(waits=True)
+        waiting = asyncio.ensure_future(begin_reading(pieces.stream))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        assert waiting.cancelled() and pieces.is_closed
+        pieces = Pieces(waits=True)
+        late = await begin_reading(pieces.stream, patience=0.01)
+        reading = asyncio.ensure_future(anext(late))
+        await asyncio.sleep(0.01)
+        reading.cancel()
+        await asyncio.wait((reading,))
+        assert reading.cancelled() and pieces.is_closed
 
     run(test)
 

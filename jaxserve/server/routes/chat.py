@@ -115,6 +115,7 @@ class ChatWriter:
     """Writes an answer as a chat completion."""
 
     done = DONE
+    ping = None
 
     def __init__(
         self,

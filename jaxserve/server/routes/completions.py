@@ -94,6 +94,7 @@ class CompletionWriter:
     """Writes an answer as a completion, whose choices are numbered across its prompts."""
 
     done = DONE
+    ping = None
 
     def __init__(self, body: CompletionRequest, model: str, state: ServerState, request: EngineRequest) -> None:
         self._body, self._num_logprobs = body, request.params.logprobs

@@ -177,6 +177,7 @@ class ResponseWriter:
     """Writes an answer as a response: a list of items, each with one content part."""
 
     done = b""
+    ping = None
 
     def __init__(self, body: ResponseRequest, model: str, conversation: Conversation, request: EngineRequest) -> None:
         self._body, self._model = body, model
