@@ -26,6 +26,7 @@ from jaxserve.server.metrics.exposition import render
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
+from jaxserve.server.protocol.messages import MessagesRequest
 from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.protocol.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from jaxserve.server.server_state import Phase
@@ -47,6 +48,7 @@ REQUESTS = (
     ChatCompletionRequest,
     CompletionRequest,
     ResponseRequest,
+    MessagesRequest,
     EmbeddingRequest,
     TokenizeRequest,
     DetokenizeRequest,

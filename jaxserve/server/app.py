@@ -18,7 +18,7 @@ from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.gate import AccessLog, AdminGuard, Guard, HeadRequests
 from jaxserve.server.keys import Keys
 from jaxserve.server.openapi import install_document
-from jaxserve.server.routes import admin, chat, completions, embeddings, health, responses, tokens
+from jaxserve.server.routes import admin, chat, completions, embeddings, health, messages, responses, tokens
 from jaxserve.server.server_state import ServerApp, ServerState, get_state
 
 _PAGE_HEADERS = {
@@ -43,7 +43,7 @@ def make_app(state: ServerState, keys: Keys | None = None) -> ASGIApp:
             allow_origins=access.allowed_origins,
             allow_methods=access.allowed_methods,
             allow_headers=access.allowed_headers,
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "request-id", "retry-after"),
         )
     return AccessLog(HeadRequests(app), state)
 
@@ -55,14 +55,14 @@ def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
         state,
         title="jaxserve",
         version=__version__,
-        description="An OpenAI-compatible server. Endpoints and fields are OpenAI's, with vLLM's further ones.",
+        description="A server for clients of OpenAI and Anthropic. Fields are theirs, with vLLM's further ones.",
         openapi_url="/openapi.json" if docs else None,
         docs_url=None,  # `docs_page` has its own
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers=_HANDLERS,
     )
-    for module in (completions, chat, responses, embeddings, tokens, health):
+    for module in (completions, chat, responses, messages, embeddings, tokens, health):
         app.include_router(module.router)
     _add_page(app)
     install_document(app, state.config.access, has_keys=has_keys)
@@ -85,7 +85,7 @@ def make_admin_api(state: ServerState) -> FastAPI:
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
-    return to_api_error(error, get_state(request).retry_after()).to_response()
+    return to_api_error(error, get_state(request).retry_after()).to_response(request.scope["path"])
 
 
 async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -96,7 +96,7 @@ async def _answer_http_error(request: Request, error: Exception) -> JSONResponse
     headers = dict(error.headers or {})
     if headers.get("Allow") == "GET":
         headers["Allow"] = "GET, HEAD"
-    return ApiError(error.status_code, message, headers=headers).to_response()
+    return ApiError(error.status_code, message, headers=headers).to_response(request.scope["path"])
 
 
 _HANDLERS: Any = {

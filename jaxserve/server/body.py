@@ -20,7 +20,7 @@ from jaxserve.server.server_state import ServerState
 from jaxserve.structured_params import StructuredOutputsParams
 
 _PREPARE_HERE = 2048  # bytes; smaller bodies are rendered and tokenized on the event loop
-_SLOW_FIELDS = ("response_format", "structured_outputs", "text", "tools", "bad_words", "chat_template")
+_SLOW_FIELDS = ("response_format", "structured_outputs", "text", "tools", "output_config", "bad_words", "chat_template")
 _PARSE_HERE = 64 * 2**10  # bytes; smaller bodies are parsed on the event loop, in a few milliseconds at most
 # Parsing time depends on the number of members more than on bytes, and the parser holds the GIL: a million keys take
 # a second.

@@ -1,8 +1,9 @@
-"""Errors in OpenAI's format: a status, and a body that names the field."""
+"""Errors in the format of the path's protocol, OpenAI's or Anthropic's: a status, and a body that names the field."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,16 @@ _STATUS: tuple[tuple[type[JaxServeError], int, str], ...] = (
     (errors.NoTokenLeftError, 400, "invalid_value"),
     (errors.GrammarError, 400, "invalid_value"),
 )
+_MESSAGES_PATH = re.compile(r"/v1/messages(/|$)")
+_MESSAGES_TYPES = {  # Anthropic's names
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "overloaded_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -70,9 +81,23 @@ class ApiError(Exception):
             }
         }
 
-    def to_response(self) -> JSONResponse:
-        """Returns the HTTP response."""
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def messages_body(self) -> dict[str, Any]:
+        """The JSON body in Anthropic's format. Its message names the field."""
+        message = self.message
+        if self.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"  # clients of this protocol look for these words
+        kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def to_response(self, path: str = "") -> JSONResponse:
+        """Returns the HTTP response in the form of the requested path."""
+        return JSONResponse(self.messages_body if is_messages(path) else self.body, self.status, self.headers)
+
+
+def is_messages(path: str) -> bool:
+    """Whether a path belongs to Anthropic's Messages API."""
+    return _MESSAGES_PATH.search(path) is not None
 
 
 def to_api_error(error: BaseException, retry_after: int = 1) -> ApiError:

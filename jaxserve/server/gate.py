@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import is_failure
-from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.errors import ApiError, is_messages, to_api_error
 from jaxserve.server.keys import Keys, hash_key
 from jaxserve.server.logs import log_access
 from jaxserve.server.options import AccessOptions
@@ -26,6 +26,7 @@ _OPEN_PATHS = frozenset(
 _WORK_PATHS = frozenset(  # keep the engine busy, or the threads in front of it
     {
         *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"),
+        *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/responses/input_tokens", "/tokenize", "/detokenize"),
     }
 )
@@ -69,12 +70,14 @@ class AccessLog:
         context = get_context(scope)
         context.request_id, context.arrival, context.send = request_id, started, send
         label = _read_label(scope)
+        names = (b"x-request-id", b"request-id") if is_messages(scope["path"]) else (b"x-request-id",)
 
         async def tracked_send(message: Message) -> None:
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", (label or request_id).encode())]
+                shown = (label or request_id).encode()
+                message["headers"] = [*message["headers"], *((name, shown) for name in names)]
             elif not message.get("more_body", False):
                 ended = True
             await send(message)
@@ -91,7 +94,7 @@ class AccessLog:
             if not is_failure(error):
                 raise
             if not status:  # otherwise the answer has begun, and the client sees that it is cut short
-                await to_api_error(error).to_response()(scope, receive, tracked_send)
+                await to_api_error(error).to_response(scope["path"])(scope, receive, tracked_send)
         finally:
             context.send = None  # it leads back to the scope: only the garbage collector would free such a circle
             seconds = time.monotonic() - started
@@ -134,7 +137,7 @@ class Guard:
             with counted:
                 await self._app(scope, receive, send)
         except ApiError as refusal:  # routes have handlers of their own
-            await refusal.to_response()(scope, receive, send)
+            await refusal.to_response(path)(scope, receive, send)
         finally:
             if (share := get_context(scope).body_share) is not None:  # closed already once the body was prepared
                 share.close()
@@ -150,15 +153,17 @@ class Guard:
         if (not self._keys or is_opened(path, access)) and is_foreign(headers, self._origins):
             raise foreign_origin()
         if self._keys and needs_key(path, access):
-            self._find_key(headers.get("authorization", ""), context)
+            self._find_key(headers, context)
         if path in _WORK_PATHS:
             self._state.refuse_if_full(context.rights)
         if scope["method"] == "POST":
             self._check_body(headers)
 
-    def _find_key(self, authorization: str, context: RequestContext) -> None:
+    def _find_key(self, headers: Headers, context: RequestContext) -> None:
         """Notes the key's rights and the salt of its prefixes. Every key is compared, so timing shows no match."""
-        scheme, _, key = authorization.partition(" ")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not scheme and "x-api-key" in headers:  # Anthropic's header
+            scheme, key = "bearer", headers["x-api-key"]
         digest = hash_key(key.strip()) if scheme.lower() == "bearer" else b""
         found = [rights for known, rights in self._keys.items() if hmac.compare_digest(digest, known)]
         if not found:

@@ -235,7 +235,7 @@ class LimitedHttp(HttpToolsProtocol):
         headers = {"Retry-After": "1", "Connection": "close", "X-Request-Id": secrets.token_hex(8)}
         message = "The server has reached its limit of connections; try again."
         refusal = ApiError(503, message, code="too_many_connections", headers=headers)
-        await refusal.to_response()(scope, receive, send)
+        await refusal.to_response(scope["path"])(scope, receive, send)
 
     def _start_timer(self) -> None:
         if self._timer is None:

@@ -21,8 +21,17 @@ _EVENT = {  # an event of a stream
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-_SCHEMES = {"bearerAuth": {"type": "http", "scheme": "bearer", "description": "One of the server's API keys."}}
-_documented: list[tuple[type[BaseModel], str]] = [(ErrorBody, "serialization")]
+_SCHEMES = {
+    "bearerAuth": {"type": "http", "scheme": "bearer", "description": "One of the server's API keys."},
+    "apiKeyAuth": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "The same, as Anthropic sends it.",
+    },
+}
+_SECURITY: list[dict[str, list[str]]] = [{name: []} for name in _SCHEMES]  # either
+_documented: list[tuple[type[BaseModel], str]] = []
 _REFUSALS = {
     "400": "The request cannot be served; the body names the field.",
     "401": "No valid API key.",
@@ -43,6 +52,7 @@ def document(
     answer: type[BaseModel] | None = None,
     *,
     streams: bool = False,
+    error: type[BaseModel] = ErrorBody,
     refusals: Sequence[str] = (),
     states: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
@@ -50,10 +60,11 @@ def document(
 
     Args:
         streams: the answer may be a stream of events.
+        error: the body of the errors.
         refusals: statuses of errors. A route with a body has all of them.
         states: further statuses that are not errors, with their meaning.
     """
-    for model, mode in ((request, "validation"), (answer, "serialization")):
+    for model, mode in ((request, "validation"), (answer, "serialization"), (error, "serialization")):
         if model is not None:
             _documented.append((model, mode))
     content: dict[str, Any] = {}
@@ -65,7 +76,7 @@ def document(
     extra: dict[str, Any] = {"responses": responses}
     if request is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _refer(request)}}}
-    refusal = {"application/json": {"schema": _refer(ErrorBody)}}
+    refusal = {"application/json": {"schema": _refer(error)}}
     for status in _REFUSALS if request is not None else refusals:
         responses[status] = {"description": _REFUSALS[status], "content": refusal}
     responses |= {status: {"description": text} for status, text in states.items()}
@@ -84,7 +95,7 @@ def install_document(app: FastAPI, access: AccessOptions, *, has_keys: bool) -> 
             for path, operations in schema["paths"].items():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)  # FastAPI's own validation, which is not used
-                    operation["security"] = [{"bearerAuth": []}] if has_keys and needs_key(path, access) else []
+                    operation["security"] = _SECURITY if has_keys and needs_key(path, access) else []
             app.openapi_schema = schema
         return app.openapi_schema
 

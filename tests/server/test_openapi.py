@@ -25,7 +25,7 @@ from tests.server.running import RunningServer, run_server
 
 EXAMPLES = scale_examples(100)  # of each operation, right and wrong ones
 WORK = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize")
-WORK += ("/v1/responses/input_tokens",)
+WORK += ("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens")
 ENDLESS = ("GET", "/live")  # a stream that does not end: its test reads some of it
 OPERATIONS = [
     *(("POST", path) for path in WORK),
@@ -95,7 +95,7 @@ def test_the_document_says_which_operations_need_a_key(has_keys: bool, opens_met
     assert document["components"]["securitySchemes"]["bearerAuth"]["scheme"] == "bearer"
     operations = {path: each for path, methods in document["paths"].items() for each in methods.values()}
     open_paths = {path for path, each in operations.items() if not each["security"]}
-    assert all(each["security"] in ([], [{"bearerAuth": []}]) for each in operations.values())
+    assert all(each["security"] in ([], [{"bearerAuth": []}, {"apiKeyAuth": []}]) for each in operations.values())
     opened = {path for path in operations if path == "/ping" or path.startswith("/health")}
     opened |= {"/metrics"} if opens_metrics else set()
     assert open_paths == (opened if has_keys else set(operations))

@@ -91,11 +91,13 @@ def test_every_key_opens(guarded: RunningServer) -> None:
     for key in KEYS:
         assert complete(guarded, key).status_code == 200
         assert openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key).models.list().data[0].id == "demo"
-    assert httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": f"bearer  {FLAG}"}).status_code == 200
+    for headers in ({"Authorization": f"bearer  {FLAG}"}, {"X-Api-Key": FLAG}):
+        assert httpx.get(f"{guarded.url}/v1/models", headers=headers).status_code == 200
 
 
 def test_everything_else_stays_closed(guarded: RunningServer) -> None:
-    wrong = [{}, bearer("x"), {"authorization": FLAG}, {"api-key": FLAG}, {"x-api-key": FLAG}]
+    wrong = [{}, bearer("x"), {"authorization": FLAG}, {"api-key": FLAG}, {"x-api-key": "x"}]
+    wrong.append({"x-api-key": FLAG, "authorization": "Bearer x"})
     with httpx.Client(base_url=guarded.url) as http:
         for headers in wrong:
             answer = http.get("/v1/models", headers=headers)

@@ -124,9 +124,13 @@ async def count_input_tokens(http: Request) -> JSONResponse:
 
 
 def _count_input(body: ResponseRequest, state: ServerState) -> int:
+    return count_prompt(responses.read_conversation(body, state), state)
+
+
+def count_prompt(conversation: Conversation, state: ServerState) -> int:
+    """Returns the number of tokens of a conversation's prompt."""
     from jaxserve.tokenizers.chat import encode_chat
 
-    conversation = responses.read_conversation(body, state)
     options = list_template_options(conversation, state)
     return len(encode_chat(_require_tokenizer(state), conversation.messages, **options)[1])
 

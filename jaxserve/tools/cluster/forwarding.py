@@ -45,7 +45,7 @@ class ForwardingApp:
                 return
             body = await self._read_body(scope, receive)
         if body is None:
-            await too_large(self._max_body_bytes).to_response()(scope, receive, send)
+            await too_large(self._max_body_bytes).to_response(scope["path"])(scope, receive, send)
             return
         answer = self._replicas.remote(_forward(scope, body))
         sending = asyncio.ensure_future(_pass_on(answer, send))
