@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.server.tools.grammar import allow_calls
-from jaxserve.server.tools.parsers import (
+from jaxserve.server.tools.answer_parser import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     AnswerParser,
@@ -12,6 +11,7 @@ from jaxserve.server.tools.parsers import (
     make_answer_parser,
     needs_special_tokens,
 )
+from jaxserve.server.tools.grammar import allow_calls
 from jaxserve.server.tools.spec import ToolSet, read_tools
 
 __all__ = [

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 
 from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent, ReasoningDelta, TextDelta
-from jaxserve.server.tools.parsing import BLANKS, make_call_id, merge_events
+from jaxserve.server.tools.parser_parts import BLANKS, make_call_id, merge_events
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")  # the last two where a model omits the end

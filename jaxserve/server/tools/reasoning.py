@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.server.events import ParserEvent, ReasoningDelta, TextDelta
-from jaxserve.server.tools.parsing import BLANKS, count_overlap, merge_events
+from jaxserve.server.tools.parser_parts import BLANKS, count_overlap, merge_events
 
 _OPEN, _CLOSE = "<think>", "</think>"
 

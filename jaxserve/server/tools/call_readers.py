@@ -8,7 +8,7 @@ from typing import Protocol
 
 from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent
 from jaxserve.server.tools.json_scanner import JsonScanner, begins_value
-from jaxserve.server.tools.parsing import BLANKS
+from jaxserve.server.tools.parser_parts import BLANKS
 
 _NAME, _OTHER = "name", "other"
 _ARGUMENTS = ("arguments", "parameters")  # model families differ; the first one in a call counts

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.events import ArgumentsDelta, CallBegun, CallEnded, Event, ParserEvent, TextDelta
-from jaxserve.server.tools.call_formats import (
+from jaxserve.server.tools.harmony import HarmonyParser
+from jaxserve.server.tools.json_calls import (
     FORCED_ARRAY,
     HERMES,
     LLAMA3_JSON,
@@ -22,9 +23,8 @@ from jaxserve.server.tools.call_formats import (
     CallTextParser,
     ForcedCall,
 )
-from jaxserve.server.tools.harmony import HarmonyParser
 from jaxserve.server.tools.json_scanner import JsonScanner
-from jaxserve.server.tools.parsing import BLANKS, ToolParser, make_call_id
+from jaxserve.server.tools.parser_parts import BLANKS, ToolParser, make_call_id
 from jaxserve.server.tools.reasoning import ReasoningParser, find_place
 from jaxserve.server.tools.spec import ToolSet
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent, TextDelta
-from jaxserve.server.tools.calls import CallReader, JsonCallReader, NamedCallReader, begins_name
-from jaxserve.server.tools.parsing import BLANKS, count_overlap, make_call_id, make_short_call_id, merge_events
+from jaxserve.server.tools.call_readers import CallReader, JsonCallReader, NamedCallReader, begins_name
+from jaxserve.server.tools.parser_parts import BLANKS, count_overlap, make_call_id, make_short_call_id, merge_events
 
 _TEXT, _CALL, _BARE = "text", "call", "bare call"  # a bare call has no opener
 _MARK = "mark"  # inside what may become the opener
