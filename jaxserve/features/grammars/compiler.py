@@ -16,9 +16,10 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars.automaton import make_automaton
 from jaxserve.features.grammars.checker import WORKER, Checker
 from jaxserve.features.grammars.errors import MatcherError, shorten_message
+from jaxserve.features.grammars.limits import choose_limits
 from jaxserve.features.grammars.matcher import Matcher
 from jaxserve.features.grammars.shards import LIMITS, GrammarShards
-from jaxserve.features.grammars.source import has_usual_blanks, make_source
+from jaxserve.features.grammars.source import make_source
 from jaxserve.features.grammars.vocabulary import Vocabulary, import_llguidance
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers import Tokenizer
@@ -38,7 +39,7 @@ class Grammar:
 
     def __init__(self, params: StructuredOutputsParams, source: str, vocabulary: Vocabulary, num_shards: int) -> None:
         self.params, self.vocabulary = params, vocabulary
-        self._shards = GrammarShards(source, vocabulary, num_shards, limits_blanks=has_usual_blanks(params))
+        self._shards = GrammarShards(source, vocabulary, num_shards, choose_limits(params))
         self._num_matchers = 0
         self._lock = threading.Lock()
         self.automaton = make_automaton(Matcher(self._shards, 0)) if params.kind in _SMALL_KINDS else None

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from jaxserve.features.grammars.blanks import BlankLimit
 from jaxserve.features.grammars.errors import MatcherError, shorten_message
 from jaxserve.features.grammars.shards import GrammarShards
 from jaxserve.features.grammars.vocabulary import Vocabulary
@@ -34,7 +33,7 @@ class Matcher:
         self._shard = shard
         self._native: LLMatcher = shards.fork(shard)
         self._ids: list[int] = []
-        self._blanks = BlankLimit(shards.vocabulary) if shards.limits_blanks else None
+        self._limits = [make(shards.vocabulary) for make in shards.limits]
         self._has_ended = False  # by EOS
         self._was_recovered = False
         self._may_walk = True  # until a walk along drafts meets an error
@@ -106,8 +105,8 @@ class Matcher:
             if self._native.is_error():
                 row[:num_words] = 0
                 raise self._make_error()
-            if self._blanks is not None:
-                self._blanks.narrow(row)
+            for limit in self._limits:
+                limit.narrow(row)
 
     def fill_along(
         self, drafts: Sequence[int], lines: np.ndarray, version: int, go_on: Callable[[int], bool] = lambda _: True
@@ -138,7 +137,7 @@ class Matcher:
                 return
             # A copy costs more the longer the text is, but a failed rollback would cost the parser.
             native = self._native if self._rolls_back else self._native.deep_copy()
-            blanks = self._blanks.copy() if self._blanks is not None else None
+            limits = [limit.copy() for limit in self._limits]
             num_taken, is_back = 0, False
             try:
                 for draft in drafts:
@@ -147,9 +146,9 @@ class Matcher:
                     num_taken += 1
                     if not _fill_behind_draft(native, lines[num_taken], num_words):
                         break
-                    if blanks is not None:
-                        blanks.accept(draft)
-                        blanks.narrow(lines[num_taken])
+                    for limit in limits:
+                        limit.accept(draft)
+                        limit.narrow(lines[num_taken])
                     if not go_on(num_taken + 1):
                         break
                 self._may_walk = not native.is_error()
@@ -181,7 +180,7 @@ class Matcher:
             other._shards, other.version, other.mask_job = self._shards, self.version, None
             other._shard, other._ids = self._shard, list(self._ids)
             other._native = self._native.deep_copy()
-            other._blanks = self._blanks.copy() if self._blanks is not None else None
+            other._limits = [limit.copy() for limit in self._limits]
             other._has_ended, other._was_recovered = self._has_ended, self._was_recovered
             other._may_walk, other._rolls_back, other._failure = self._may_walk, self._rolls_back, self._failure
         other._lock = threading.Lock()
@@ -238,8 +237,8 @@ class Matcher:
         if is_taken:
             self._has_ended = is_eos
             self._ids.append(token_id)
-            if self._blanks is not None:
-                self._blanks.accept(token_id)
+            for limit in self._limits:
+                limit.accept(token_id)
         return is_taken
 
     def _recover(self) -> None:
@@ -254,7 +253,7 @@ class Matcher:
         self._native = self._shards.compile()
         self._shards.renew(self._shard, self._native)
         token_ids, self._ids, self._has_ended = self._ids, [], False
-        self._blanks = BlankLimit(self.vocabulary) if self._shards.limits_blanks else None
+        self._limits = [make(self.vocabulary) for make in self._shards.limits]
         for token_id in token_ids:
             if not self._consume(token_id):
                 raise self._make_error(token_id)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.features.grammars.errors import MatcherError, shorten_message
+from jaxserve.features.grammars.limits import LimitMaker
 from jaxserve.features.grammars.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -33,13 +35,13 @@ class GrammarShards:
     compiles fast is compiled once per shard.
     """
 
-    def __init__(self, source: str, vocabulary: Vocabulary, most: int, *, limits_blanks: bool) -> None:
+    def __init__(self, source: str, vocabulary: Vocabulary, most: int, limits: Sequence[LimitMaker] = ()) -> None:
         """Compiles the first of at most `most` shards; MatcherError if the grammar does not compile.
 
         Args:
-            limits_blanks: matchers have a `BlankLimit`.
+            limits: each matcher has these.
         """
-        self.vocabulary, self.limits_blanks = vocabulary, limits_blanks
+        self.vocabulary, self.limits = vocabulary, limits
         self._source = source
         start = time.perf_counter()
         first = self.compile()

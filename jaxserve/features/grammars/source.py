@@ -63,11 +63,6 @@ def write_rule(params: StructuredOutputsParams, name: str) -> str:
     return f"{name}: %json {json.dumps(schema, ensure_ascii=False)}"
 
 
-def has_usual_blanks(params: StructuredOutputsParams) -> bool:
-    """Whether the output is one JSON text with the default whitespace, which `BlankLimit` bounds."""
-    return params.kind.startswith("json") and not (params.disable_any_whitespace or params.whitespace_pattern)
-
-
 def _bound_blanks(grammar: str) -> str:
     """Returns a Lark grammar with bounded whitespace in each `%json` whose schema has no options of its own."""
     options = json.dumps({"whitespace_pattern": _BLANKS})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, final
 
@@ -42,6 +43,7 @@ class Vocabulary:
         self.special_token_ids = sorted(special | set(self.eos_token_ids))
         self.eos_token_id = self.eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
+        self._masks: dict[bytes | int, np.ndarray] = {}  # of tokens by how they begin
         self.native: LLTokenizer = _make_native(self)
 
     def __call__(self, text: str) -> list[int]:
@@ -66,10 +68,35 @@ class Vocabulary:
     @cached_property
     def blank_words(self) -> np.ndarray:
         """The mask of the tokens of nothing but blanks, uint32 [ceil(V / 32)]."""
+        return self._pack([token.isspace() for token in self.tokens])
+
+    @cached_property
+    def longest_digits(self) -> int:
+        """The most digits that a token begins with."""
+        return max(self._num_digits)
+
+    def list_beginning(self, text: bytes) -> np.ndarray:
+        """Returns the mask of the tokens that begin with a text, as `blank_words`."""
+        return self._keep(text, lambda: [token.startswith(text) for token in self.tokens])
+
+    def list_longer_digits(self, count: int) -> np.ndarray:
+        """Returns the mask of the tokens that begin with more digits than `count`, as `blank_words`."""
+        return self._keep(count, lambda: [number > count for number in self._num_digits])
+
+    @cached_property
+    def _num_digits(self) -> list[int]:
+        return [len(token) - len(token.lstrip(b"0123456789")) for token in self.tokens]
+
+    def _keep(self, key: bytes | int, make: Callable[[], list[bool]]) -> np.ndarray:
+        if key not in self._masks:
+            self._masks[key] = self._pack(make())
+        return self._masks[key]
+
+    def _pack(self, flags: list[bool]) -> np.ndarray:
         import numpy as np
 
-        bits = np.zeros(-(-len(self.tokens) // 32) * 32, np.uint8)
-        bits[: len(self.tokens)] = [token.isspace() for token in self.tokens]
+        bits = np.zeros(-(-len(flags) // 32) * 32, np.uint8)
+        bits[: len(flags)] = flags
         return np.packbits(bits, bitorder="little").view(np.uint32)
 
     def _join(self, ids: list[int]) -> bytes:
