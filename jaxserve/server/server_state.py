@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -135,6 +135,7 @@ class ServerState:
         if template is not None:
             self._check_defaults(template, tokenizer)
             self.preparation.start(template)
+            self._log_form(template, tokenizer)
         self.token_texts = TokenTexts(tokenizer)
         self.metrics.cache_config = llm.view.describe_cache()
         self.max_sequences = min(self.max_sequences, _SEQUENCES_PER_ROW * llm.limits.max_num_seqs)
@@ -151,6 +152,17 @@ class ServerState:
             name = error.field.rpartition(".")[2]
             message = f"{name}: {str(error).removeprefix(f'{error.field}: ')}"
             raise ConfigError(message, field="default_chat_template_kwargs", value=name) from error
+
+    def _log_form(self, template: str, tokenizer: Tokenizer | None) -> None:
+        """Logs what the template does not show as it comes."""
+        from jaxserve.tokenizers.adaptation import describe_form
+        from jaxserve.tokenizers.chat import make_form
+        from jaxserve.tokenizers.renderer import RenderTimeoutError
+
+        named_tokens = tokenizer.named_tokens if tokenizer else {}
+        with suppress(RenderTimeoutError):  # requests ask again
+            for line in describe_form(make_form(template, named_tokens, self.preparation.choose_renderer())):
+                _log.info("chat template: %s", line)
 
     def finish_warming(self) -> None:
         """Enters the ready phase once every program is compiled; a server that is already draining stays so."""

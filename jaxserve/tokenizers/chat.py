@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
+from jaxserve.tokenizers.adaptation import SAMPLE_TOOLS, TemplateForm, adapt, make_key
 from jaxserve.tokenizers.messages import check_messages, check_tools, copy_json, rename_reasoning, wrap_arguments
 from jaxserve.tokenizers.renderer import render_apart
 from jaxserve.tokenizers.template import name_variable
@@ -77,13 +78,14 @@ def encode_chat(
             field="chat_template",
         )
     checked, described = check_messages(messages), check_tools(tools)
+    if continue_final_message:
+        _require_continuable(checked, add_generation_prompt)
+    checked = adapt(checked, make_form(template, tokenizer.named_tokens, render))
     if "<|channel|>" in template:
         checked = rename_reasoning(checked)
     if _READS_MEMBERS.search(template):
         checked = wrap_arguments(checked)
     given = check_variables({**(defaults or {}), **(variables or {})}, tokenizer.named_tokens)
-    if continue_final_message:
-        _require_continuable(checked, add_generation_prompt)
     texts = list(_list_texts([checked, described, given]))
     pattern = tokenizer.special_pattern
     escape = ""
@@ -100,6 +102,16 @@ def encode_chat(
         text = _cut_at(text, end, f"messages[{len(checked) - 1}].content")
     ids = tokenizer.encode(text, add_special_tokens=False, allow_special=True, escape=escape)
     return text.replace(escape, "") if escape else text, ids
+
+
+def make_form(template: str, named_tokens: Mapping[str, str], render: Renderer | None = None) -> TemplateForm:
+    """Returns the form of conversations that a template shows; the arguments are as in `encode_chat`."""
+    variables = {**named_tokens, "add_generation_prompt": False}
+
+    def render_sample(messages: list[dict[str, Any]]) -> str:
+        return (render or render_apart)(template, messages, variables, tools=SAMPLE_TOOLS)
+
+    return TemplateForm(make_key(template, variables), render_sample)
 
 
 def _require_continuable(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> None:

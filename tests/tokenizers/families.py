@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.tokenizers.builders import CHAT_TEMPLATE
+from tests.tokenizers.call_families import CALL_FAMILIES
 
 _LLAMA2 = """
 {%- if messages[0]['role'] == 'system' -%}
@@ -237,4 +238,5 @@ FAMILIES = {
     "Gemma 3": _GEMMA,
     "Mistral": _MISTRAL,
     "gpt-oss": _TYPESCRIPT,
+    **CALL_FAMILIES,
 }
