@@ -12,7 +12,14 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.request import Request
 from jaxserve.server.prompts import make_params
 from jaxserve.server.server_state import ServerState
-from jaxserve.server.tools import AnswerParser, ToolSet, allow_calls, make_answer_parser, needs_special_tokens
+from jaxserve.server.tools import (
+    AnswerParser,
+    ToolSet,
+    constrain_calls,
+    has_call_grammar,
+    make_answer_parser,
+    needs_special_tokens,
+)
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers.messages import check_messages
 
@@ -73,30 +80,38 @@ def make_request(conversation: Conversation, state: ServerState, options: Mappin
         InvalidRequestError: names the field.
         TokenizerError: there is no template, or it fails on these messages.
     """
+    from jaxserve.tokenizers.chat import encode_chat
+
     engine, tools = state.engine, conversation.tools
     if tools is not None and tools.choice == "auto":
         _require_auto(state)
-    forced, form = tools.structured_outputs() if tools is not None else None, conversation.form
-    if forced is not None and form is not None:
-        raise InvalidRequestError("conflicts with tool_choice; give only one", field="structured_outputs", value=None)
-    if form is not None and tools is not None and tools.choice == "auto":
-        tokenizer = engine.tokenizer
-        special = tokenizer.special_tokens if tokenizer is not None else {}
-        with _name_tools():
-            form = allow_calls(form, tools, str(state.tool_parser), special)
-    given = {**conversation.params, "structured_outputs": forced or form}
+    form, template = conversation.form, list_template_options(conversation, state)
     tool_parser, reasoning_parser = _choose_parsers(conversation, state)
+    is_written = has_call_grammar(tool_parser)  # forced calls are in the model's format; else JSON
+    forced = tools.structured_outputs() if tools is not None and not is_written else None
+    if form is not None and tools is not None and tools.is_forced:
+        raise InvalidRequestError("conflicts with tool_choice; give only one", field="structured_outputs", value=None)
+    if tools is not None and forced is None:
+        special = engine.tokenizer.special_tokens if engine.tokenizer is not None else {}
+        parsers = str(tool_parser), reasoning_parser
+
+        def read_prompt() -> str:
+            return encode_chat(engine.tokenizer, conversation.messages, **template)[0]
+
+        with _name_tools(form):
+            form = constrain_calls(tools, *parsers, special, form=form, read_prompt=read_prompt) or form
+    given = {**conversation.params, "structured_outputs": forced or form}
     if needs_special_tokens(reasoning_parser) or (needs_special_tokens(tool_parser) and forced is None):
         given["skip_special_tokens"] = False
-    params, template = make_params(given, engine.defaults), list_template_options(conversation, state)
-    with _name_tools() if form is not conversation.form else nullcontext():
+    params = make_params(given, engine.defaults)
+    with _name_tools(conversation.form) if form is not conversation.form else nullcontext():
         return engine.requests.make_chat(conversation.messages, params, **template, **options)
 
 
 def make_parser(conversation: Conversation, request: Request, state: ServerState) -> AnswerParser:
     """Returns a parser for the text of one completion."""
     names, tools = _choose_parsers(conversation, state), conversation.tools
-    continues, is_constrained = conversation.continue_final_message, request.grammar is not None
+    continues, is_constrained = conversation.continue_final_message, conversation.form is not None
     begun = check_messages(conversation.messages[-1:])[0]["content"] if continues else None
     return make_answer_parser(*names, tools, prompt=request.prompt or "", begun=begun, is_constrained=is_constrained)
 
@@ -107,14 +122,16 @@ def _choose_parsers(conversation: Conversation, state: ServerState) -> tuple[str
 
 
 @contextmanager
-def _name_tools() -> Iterator[None]:
-    """Names both fields in errors of a grammar of form and calls."""
+def _name_tools(form: StructuredOutputsParams | None) -> Iterator[None]:
+    """Names the tools, and the form if there is one, in errors of a grammar that has calls."""
     try:
         yield
     except InvalidRequestError as error:
         if not error.field.startswith("structured_outputs"):
             raise
         reason = str(error).removeprefix(f"{error.field}: ")
+        if form is None:
+            raise InvalidRequestError(f"as the grammar of their calls: {reason}", field="tools") from error
         message = f"with the tools, which may be called instead (tool_choice auto), as one grammar: {reason}"
         raise InvalidRequestError(message, field="structured_outputs") from error
 

@@ -102,8 +102,9 @@ def test_a_call_that_is_cut_off_ends_all_the_same() -> None:
         ("openai", "auto", "<|channel|>commentary to=functions.f<|message|>{", []),
         ("openai", "auto", "<|channel|>commentary to=functions.f<|message|> {}", [" {}"]),
         ("openai", "auto", "<|channel|>commentary to=functions.f<|message|>x = 1", ["x = 1"]),
-        ("hermes", "required", '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"a', ["{}"]),
-        ("hermes", {"type": "function", "function": {"name": "f"}}, '{"a": "}', []),
+        ("hermes", "required", f'{CALL.format("f")}<tool_call>{{"name": "g", "arguments": {{"a"', ['{"a": 1}']),
+        ("openai", "required", '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"a', ["{}"]),
+        ("openai", {"type": "function", "function": {"name": "f"}}, '{"a": "}', []),
     ],
 )
 def test_a_whole_answer_has_complete_calls_only(parser: str, choice: Any, text: str, calls: list[str]) -> None:

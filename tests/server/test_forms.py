@@ -77,7 +77,7 @@ FIELDS: dict[str, tuple[Callable[[dict[str, int]], dict[str, Any]], Check, str]]
     "bad_words": (lambda _: {"bad_words": ["no", "{"]}, lacks("no", "{"), "bad_words"),
     "logit_bias": (
         lambda ids: {"logit_bias": {str(ids["y"]): -100, str(ids["<"]): -100}},
-        lacks("y", "<"), "logit_bias"),
+        lacks("y"), "logit_bias"),  # "<" begins a call, which another field may force
     "min_tokens": (
         lambda _: {"min_tokens": 3},  # a form that is complete earlier ends the answer
         lambda choice, _: True, "min_tokens"),

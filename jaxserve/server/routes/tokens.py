@@ -103,7 +103,7 @@ def _encode_conversation(body: TokenizeRequest, state: ServerState, tokenizer: T
     check_length([body.messages, body.tools], state, "messages")
     conversation = Conversation(
         messages=body.messages or (),
-        tools=read_tools(body.tools, "required" if body.tools else None),  # "auto" would refuse strict tools
+        tools=read_tools(body.tools),
         template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),

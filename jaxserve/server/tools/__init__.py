@@ -11,7 +11,7 @@ from jaxserve.server.tools.answer_parser import (
     make_answer_parser,
     needs_special_tokens,
 )
-from jaxserve.server.tools.grammar import allow_calls
+from jaxserve.server.tools.grammar import constrain_calls, has_call_grammar
 from jaxserve.server.tools.spec import ToolSet, read_tools
 
 __all__ = [
@@ -19,9 +19,10 @@ __all__ = [
     "TOOL_PARSERS",
     "AnswerParser",
     "ToolSet",
-    "allow_calls",
+    "constrain_calls",
     "guess_reasoning_parser",
     "guess_tool_parser",
+    "has_call_grammar",
     "make_answer_parser",
     "needs_special_tokens",
     "read_tools",

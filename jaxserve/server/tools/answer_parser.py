@@ -7,8 +7,8 @@ token outside of calls is content.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.events import ArgumentsDelta, CallBegun, CallEnded, Event, ParserEvent, TextDelta
@@ -24,20 +24,16 @@ from jaxserve.server.tools.json_calls import (
     ForcedCall,
 )
 from jaxserve.server.tools.json_scanner import JsonScanner
-from jaxserve.server.tools.parser_parts import BLANKS, ToolParser, make_call_id
-from jaxserve.server.tools.reasoning import ReasoningParser, find_place
+from jaxserve.server.tools.parser_parts import BLANKS, ToolParser
+from jaxserve.server.tools.reasoning import REASONING_FORMATS, ReasoningParser, find_place
 from jaxserve.server.tools.spec import ToolSet
 
-_CALL_FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
-_BEGINS_INSIDE: Mapping[str, bool] = {  # whether text begins inside reasoning, unless the prompt says
-    "deepseek_r1": True,
-    "qwen3": False,
-}
+CALL_FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
 # vLLM's names for parsers of calls and of reasoning. In harmony either reads the whole answer.
 _HARMONY_TOOLS, _HARMONY_REASONING = "openai", "openai_gptoss"
 
-TOOL_PARSERS = (*_CALL_FORMATS, _HARMONY_TOOLS)
-REASONING_PARSERS = (*_BEGINS_INSIDE, _HARMONY_REASONING)
+TOOL_PARSERS = (*CALL_FORMATS, _HARMONY_TOOLS)
+REASONING_PARSERS = (*REASONING_FORMATS, _HARMONY_REASONING)
 
 
 @dataclass(slots=True)
@@ -154,7 +150,7 @@ def make_answer_parser(
     """Returns a parser for one answer.
 
     It reads calls only if the request has tools and either forces calls or leaves the choice to the model
-    (`tool_choice` "auto"). A grammar applies from the first token, so a forced answer has no reasoning.
+    (`tool_choice` "auto"). Forced calls of a model without a format of its own are JSON, and have no reasoning.
 
     Args:
         tool_parser: a name in `TOOL_PARSERS`.
@@ -173,14 +169,14 @@ def make_answer_parser(
     ):
         if name is not None and name not in known:
             raise ConfigError(f"must be one of {', '.join(known)}, got {name!r}", field=option, value=name)
-    form = _CALL_FORMATS.get(tool_parser or "")
+    form = CALL_FORMATS.get(tool_parser or "")
+    is_forced = toolset is not None and toolset.is_forced
     max_calls = 1 if toolset is not None and not toolset.parallel else None
-    if toolset is not None and toolset.is_forced:
-        make_id: Callable[[], str] = form.make_id if form is not None else make_call_id
-        array = CallTextParser(replace(FORCED_ARRAY, make_id=make_id))
-        tools = ForcedCall(toolset.named, make_id) if toolset.named is not None else array
+    if toolset is not None and is_forced and form is None:
+        tools = ForcedCall(toolset.named) if toolset.named is not None else CallTextParser(FORCED_ARRAY)
         return AnswerParser(tools=tools, max_calls=max_calls, is_forced=True)
-    names = toolset.names if tool_parser is not None and toolset is not None and toolset.choice == "auto" else None
+    may_call = tool_parser is not None and toolset is not None and toolset.choice != "none"
+    names = toolset.names if may_call and toolset is not None else None
     if is_constrained:
         calls = CallsOrForm(form, names) if form is not None and names is not None else None
         return AnswerParser(tools=calls, max_calls=max_calls)
@@ -188,12 +184,12 @@ def make_answer_parser(
         return AnswerParser(tools=HarmonyParser(names, in_message=begun is not None), max_calls=max_calls)
     reasoning, tools = None, None
     if reasoning_parser is not None:
-        inside, continues = find_place(prompt, begun or "")
-        starts_inside = _BEGINS_INSIDE[reasoning_parser] if inside is None else inside
-        reasoning = ReasoningParser(starts_inside=starts_inside, continues=continues)
+        inside, continues = find_place(prompt, begun or "", reasoning_parser)
+        marks = REASONING_FORMATS[reasoning_parser]
+        reasoning = ReasoningParser(marks, starts_inside=bool(inside), continues=continues)
     if form is not None and names is not None:
         tools = CallTextParser(form, names)
-    return AnswerParser(reasoning, tools, max_calls=max_calls)
+    return AnswerParser(reasoning, tools, max_calls=max_calls, is_forced=is_forced)
 
 
 def needs_special_tokens(name: str | None) -> bool:

@@ -1,67 +1,178 @@
-"""The grammar of an answer that either is a call in the model's own format or has the form that a request asks for."""
+"""The grammar of an answer with calls in the model's own format, whose arguments match their schemas."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars.source import write_rule
+from jaxserve.server.tools.answer_parser import CALL_FORMATS
+from jaxserve.server.tools.reasoning import REASONING_FORMATS, find_place
 from jaxserve.server.tools.spec import ToolSet
 from jaxserve.structured_params import StructuredOutputsParams
 
-_Mark = Callable[[str], str]  # a text of the format as a term of the grammar
+Mark = Callable[[str], str]  # a text of the format as a term of the grammar
 
 
-def allow_calls(
-    form: StructuredOutputsParams, tools: ToolSet, parser: str, special_tokens: Mapping[str, int]
-) -> StructuredOutputsParams:
-    """Returns the constraint of an answer that calls tools in a format or has a form. Arguments match their schemas.
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """The way in which one format writes calls. Its opening mark is that of the `CallFormat` of the same name."""
+
+    write: Callable[[ToolSet, Mark], str]  # the rule `call`, of what follows the opening mark
+    separator: str = ""  # between two calls, instead of further text
+    has_opener: bool = True  # else a call begins an answer, and only there
+    bare: str = r"\{"  # without an opener: the pattern that a call begins with
+
+
+def has_call_grammar(parser: str | None) -> bool:
+    """Whether there is a grammar for the calls that a parser reads."""
+    return parser in _SYNTAXES
+
+
+def constrain_calls(
+    tools: ToolSet,
+    parser: str,
+    reasoning_parser: str | None,
+    special_tokens: Mapping[str, int],
+    *,
+    form: StructuredOutputsParams | None = None,
+    read_prompt: Callable[[], str] = str,
+) -> StructuredOutputsParams | None:
+    """Returns the constraint of an answer with tools; None if the model may write what it likes.
+
+    With a form, the answer is calls or has the form. If calls are forced, it is reasoning and calls. With strict tools,
+    it is any text, reasoning included, and after each opening mark a call; tools that are not strict take any object.
 
     Args:
         parser: the name of the format's parser.
+        reasoning_parser: the name of the parser of reasoning; None: there is none.
         special_tokens: those of the tokenizer: text to id.
+        read_prompt: returns the prompt, whose end says where reasoning begins.
 
     Raises:
         InvalidRequestError: there is no grammar for the format, or form and tools are too large together.
     """
-    if parser not in _CALLS:
+    if not (tools.is_forced or (tools.choice == "auto" and (form is not None or tools.is_strict))):
+        return None
+    if parser not in _SYNTAXES:
         message = f"calls in the format {parser} have none; use tool_choice none or required"
-        raise InvalidRequestError(message, field="structured_outputs")
-
-    def mark(text: str) -> str:
-        return f"<[{special_tokens[text]}]>" if text in special_tokens else json.dumps(text)
-
-    rules = write_rule(form, "form"), _CALLS[parser](tools, mark)
-    return StructuredOutputsParams(grammar="\n".join(("start: form | calls", *rules, "")))
-
-
-def _write_hermes(tools: ToolSet, mark: _Mark) -> str:
-    call = f'call: {mark("<tool_call>")} "\\n" %json {json.dumps(tools.make_call_schema("arguments"))} "\\n" '
-    return f"{_repeat(tools, '"\\n"')}\n{call}{mark('</tool_call>')}"
-
-
-def _write_llama(tools: ToolSet, mark: _Mark) -> str:
-    return f"{_repeat(tools, '"; "')}\ncall: %json {json.dumps(tools.make_call_schema('parameters'))}"
+        raise InvalidRequestError(message, field="structured_outputs" if form is not None else "tools")
+    if form is None:
+        tools = tools.narrow() if tools.is_forced else tools.loosen()
+    writer = _Writer(_SYNTAXES[parser], CALL_FORMATS[parser].opener, tools, special_tokens)
+    if form is not None:
+        rules = ["start: form | calls", write_rule(form, "form"), *writer.write_calls()]
+    else:
+        place = find_place(read_prompt(), "", reasoning_parser)[0] if reasoning_parser is not None else False
+        body = "calls" if tools.is_forced else "text"
+        rules = [*writer.write_start(body, reasoning_parser, place), *writer.write_calls()]
+        if not tools.is_forced:
+            rules += writer.write_text(reasoning_parser)
+    return StructuredOutputsParams(grammar="\n".join((*rules, "")))
 
 
-def _write_mistral(tools: ToolSet, mark: _Mark) -> str:
+class _Writer:
+    """Writes the rules of one grammar."""
+
+    def __init__(
+        self, syntax: CallSyntax, opener: str | None, tools: ToolSet, special_tokens: Mapping[str, int]
+    ) -> None:
+        self._syntax, self._opener, self._tools, self._special_tokens = syntax, opener, tools, special_tokens
+
+    def mark(self, text: str) -> str:
+        """Returns a mark as a term: a special token, if it is one."""
+        if text in self._special_tokens:
+            return f"<[{self._special_tokens[text]}]>"
+        return json.dumps(text, ensure_ascii=False)
+
+    def write_calls(self) -> list[str]:
+        """Returns the rule `calls`, of nothing but calls, and those that it needs."""
+        opener = self.mark(self._opener) if self._syntax.has_opener and self._opener else ""
+        separator = json.dumps(self._syntax.separator) if self._syntax.separator else ""
+        more = f" ({separator} {opener} call)*" if self._tools.parallel else ""
+        return [f"calls: {opener} call{more}", self._syntax.write(self._tools, self.mark)]
+
+    def write_text(self, reasoning_parser: str | None) -> list[str]:
+        """Returns the rule `text`, of any text with calls in it, and those that it needs."""
+        syntax, patterns = self._syntax, []
+        if reasoning_parser is not None:
+            patterns.append(rf"\s*{_escape(REASONING_FORMATS[reasoning_parser].opener)}(?s:.*)")
+        if not syntax.has_opener:
+            patterns.append(rf"\s*{syntax.bare}(?s:.*)")
+        rules = self._write_until("lead", self._opener, patterns) if self._opener is not None else []
+        if self._opener is not None:
+            patterns.append(rf"(?s:.*){_escape(self._opener)}(?s:.*)")
+        if not syntax.has_opener:
+            lead = " | lead calls" if self._opener is not None else ""
+            start = f"text: (TAIL | calls{lead})?"
+        elif self._tools.parallel:
+            start = "text: (lead call)* TAIL?"
+        else:
+            start = "text: (lead call)? TAIL?"
+        return [start, f"TAIL: {_write_terminal('+', patterns)}", *rules]
+
+    def write_start(self, body: str, reasoning_parser: str | None, place: bool | None) -> list[str]:
+        """Returns the rule `start`: the body, behind reasoning if there is any.
+
+        Args:
+            place: the text begins inside reasoning (True), behind it (False), or the text says (None).
+        """
+        if reasoning_parser is None or place is False:
+            return [f"start: {body}"]
+        marks, is_forced = REASONING_FORMATS[reasoning_parser], self._tools.is_forced
+        opener = "" if place else f"GAP? {self.mark(marks.opener)} "
+        thought = f"{opener}reasoning GAP? {body}" if is_forced else f"{opener}reasoning {body} | {opener}INSIDE?"
+        inside = _write_terminal("+", [rf"(?s:.*){_escape(marks.closer)}(?s:.*)"])
+        rules = [f"start: {thought}" if place else f"start: {body} | {thought}"]
+        if not is_forced or marks.closer in self._special_tokens:
+            rules.append(f"INSIDE: {inside}")
+        return [*rules, r"GAP: /[ \n]{1,2}/", *self._write_until("reasoning", marks.closer, [], "INSIDE")]
+
+    def _write_until(self, name: str, mark: str, patterns: Sequence[str], before: str | None = None) -> list[str]:
+        """Returns a rule of any text up to a mark, which it includes."""
+        if mark in self._special_tokens:  # no text spells it
+            if before is not None:
+                return [f"{name}: {before}? {self.mark(mark)}"]
+            term = _write_terminal("+", [*patterns, rf"(?s:.*){_escape(mark)}(?s:.*)"])
+            return [f"{name}: {name.upper()}? {self.mark(mark)}", f"{name.upper()}: {term}"]
+        return [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: /(?s:.*){_escape(mark)}/{_exclude(patterns)}"]
+
+
+def _write_terminal(repeat: str, excluded: Sequence[str]) -> str:
+    return f"/(?s:.{repeat})/{_exclude(excluded)}"
+
+
+def _exclude(patterns: Sequence[str]) -> str:
+    return "".join(f" & ~/{pattern}/" for pattern in patterns)
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"([^\w<>\s])", r"\\\1", text, flags=re.ASCII) if text.isascii() else re.escape(text)
+
+
+def _write_hermes(tools: ToolSet, mark: Mark) -> str:
+    call = json.dumps(tools.make_call_schema("arguments"))
+    return f'call: "\\n" %json {call} "\\n" {mark("</tool_call>")}'
+
+
+def _write_llama(tools: ToolSet, mark: Mark) -> str:
+    return f"call: %json {json.dumps(tools.make_call_schema('parameters'))}"
+
+
+def _write_mistral(tools: ToolSet, mark: Mark) -> str:
     """Older models write an array of objects, newer ones each call by its name."""
-    opener, separator = mark("[TOOL_CALLS]"), mark("[ARGS]")
     array = json.dumps(tools.make_array_schema("arguments"))
     named = " | ".join(
-        f"{json.dumps(tool.name)} {separator}? %json {json.dumps(tool.arguments_schema)}" for tool in tools.tools
+        f"{json.dumps(tool.name)} {mark('[ARGS]')}? %json {json.dumps(tool.arguments_schema)}" for tool in tools.tools
     )
-    more = f" ({opener} call)*" if tools.parallel else ""
-    return f'calls: {opener} (" "? %json {array} | call{more})\ncall: {named}'
+    return f'call: " "? %json {array} | {named}'
 
 
-def _repeat(tools: ToolSet, separator: str) -> str:
-    return f"calls: call ({separator} call)*" if tools.parallel else "calls: call"
-
-
-_CALLS: Mapping[str, Callable[[ToolSet, _Mark], str]] = {
-    "hermes": _write_hermes,
-    "llama3_json": _write_llama,
-    "mistral": _write_mistral,
+_SYNTAXES: Mapping[str, CallSyntax] = {
+    "hermes": CallSyntax(_write_hermes, "\n"),
+    "llama3_json": CallSyntax(_write_llama, "; ", has_opener=False),
+    "mistral": CallSyntax(_write_mistral),
 }

@@ -233,8 +233,8 @@ class CallsOrForm:
 class ForcedCall:
     """Reads the whole answer as the arguments of one function."""
 
-    def __init__(self, name: str, make_id: Callable[[], str]) -> None:
-        self._name, self._make_id = name, make_id
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._started = False
 
     def push(self, text: str) -> list[ParserEvent]:
@@ -244,7 +244,7 @@ class ForcedCall:
         if self._started:
             return [arguments]
         self._started = True
-        return [CallBegun(0, self._make_id(), self._name), arguments]
+        return [CallBegun(0, make_call_id(), self._name), arguments]
 
     def finish(self) -> list[ParserEvent]:
         return []

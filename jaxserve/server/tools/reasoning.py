@@ -1,37 +1,58 @@
-"""A model's reasoning before its answer: `<think>` ... `</think>`."""
+"""A model's reasoning before its answer, between the marks of its family: `<think>` ... `</think>`."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from jaxserve.server.events import ParserEvent, ReasoningDelta, TextDelta
 from jaxserve.server.tools.parser_parts import BLANKS, count_overlap, merge_events
 
-_OPEN, _CLOSE = "<think>", "</think>"
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The marks around reasoning. The first character of each occurs in it once."""
+
+    opener: str = "<think>"
+    closer: str = "</think>"
+    starts_inside: bool = False  # the text begins inside, unless the prompt says
 
 
-def find_place(prompt: str, begun: str = "") -> tuple[bool | None, bool]:
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {  # by vLLM's names
+    "deepseek_r1": ReasoningFormat(starts_inside=True),
+    "deepseek_v3": ReasoningFormat(),
+    "glm45": ReasoningFormat(),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "qwen3": ReasoningFormat(),
+}
+
+
+def find_place(prompt: str, begun: str, parser: str) -> tuple[bool | None, bool]:
     """Returns where an answer begins: inside reasoning or not, and whether it goes on behind text that has begun.
 
-    The first is None where neither the prompt nor the begun text says.
+    The first is None where nothing says: the opening mark may follow.
 
     Args:
         prompt: the rendered conversation.
         begun: the content of the message that the answer continues. Templates may have moved its marks.
+        parser: a name in `REASONING_FORMATS`.
     """
-    inside = _find_inside(prompt)
+    marks = REASONING_FORMATS[parser]
+    inside = _find_inside(prompt, marks)
     if inside is not None or not begun.strip(BLANKS):
-        return inside, False
-    opened, closed = begun.rfind(_OPEN), begun.rfind(_CLOSE)
+        return (marks.starts_inside or None) if inside is None else inside, False
+    opened, closed = begun.rfind(marks.opener), begun.rfind(marks.closer)
     if opened != closed:
         return opened > closed, True
-    return bool(_find_inside(prompt.rstrip(BLANKS).removesuffix(begun.strip(BLANKS)))), True
+    return bool(_find_inside(prompt.rstrip(BLANKS).removesuffix(begun.strip(BLANKS)), marks)), True
 
 
-def _find_inside(prompt: str) -> bool | None:
+def _find_inside(prompt: str, marks: ReasoningFormat) -> bool | None:
     """Returns whether a prompt ends with the opening mark (True) or the closing one (False); None if with neither."""
     end = prompt[-100:].rstrip(BLANKS)
-    if end.endswith(_OPEN):
+    if end.endswith(marks.opener):
         return True
-    return False if end.endswith(_CLOSE) else None
+    return False if end.endswith(marks.closer) else None
 
 
 class ReasoningParser:
@@ -41,11 +62,15 @@ class ReasoningParser:
     everything is reasoning.
 
     Args:
+        marks: those of the family.
         starts_inside: the prompt ends inside reasoning, so the text may begin without the opening mark.
         continues: the text goes on behind other text, so its blanks count, and no opening mark follows.
     """
 
-    def __init__(self, *, starts_inside: bool, continues: bool = False) -> None:
+    def __init__(
+        self, marks: ReasoningFormat = REASONING_FORMATS["qwen3"], *, starts_inside: bool, continues: bool = False
+    ) -> None:
+        self._opener, self._closer = marks.opener, marks.closer
         self._starts_inside = starts_inside
         self._state = "begin"  # then "gap" after the opening mark, "inside", "behind" the closing mark, "content"
         if continues:
@@ -104,9 +129,9 @@ class ReasoningParser:
         partial = self._partial + character
         if not self._partial and character in BLANKS:
             self._blanks.append(character)
-        elif partial == _OPEN:
+        elif partial == self._opener:
             self._state, self._partial, self._blanks = "gap", "", []
-        elif _OPEN.startswith(partial):
+        elif self._opener.startswith(partial):
             self._partial = partial
         else:
             self._leave_begin()
@@ -121,7 +146,7 @@ class ReasoningParser:
             self._state, self._blanks = "content", []
             return
         self._state, self._blanks = "inside", []
-        if _CLOSE.startswith(held):
+        if self._closer.startswith(held):
             self._partial = held
         else:
             self._say(held)
@@ -129,21 +154,21 @@ class ReasoningParser:
     def _read_inside(self, text: str, at: int) -> int:
         if self._partial:
             partial = self._partial + text[at]
-            if partial == _CLOSE:
+            if partial == self._closer:
                 self._close()
-            elif _CLOSE.startswith(partial):
+            elif self._closer.startswith(partial):
                 self._partial = partial
             else:
                 self._say(self._partial)
                 self._partial = ""
                 return at
             return at + 1
-        found = text.find(_CLOSE, at)
+        found = text.find(self._closer, at)
         if found >= 0:
             self._say(text[at:found])
             self._close()
-            return found + len(_CLOSE)
-        end = len(text) - count_overlap(text, at, _CLOSE)
+            return found + len(self._closer)
+        end = len(text) - count_overlap(text, at, self._closer)
         self._say(text[at:end])
         self._partial = text[end:]
         return len(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxserve.errors import InvalidRequestError, shorten
@@ -26,6 +26,7 @@ class Tool:
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None  # JSON Schema of its arguments; None: it takes none
+    strict: bool = False  # its arguments always match the schema, also where the model may choose
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
@@ -52,6 +53,24 @@ class ToolSet:
     def is_forced(self) -> bool:
         """Whether the answer must be a call; a grammar then constrains all of it."""
         return self.choice in ("required", "named")
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a grammar constrains calls of a tool that the model may choose."""
+        return any(tool.strict for tool in self.tools)
+
+    def loosen(self) -> ToolSet:
+        """Returns the tools with any object as arguments of those that are not strict."""
+        return replace(
+            self,
+            tools=tuple(tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in self.tools),
+        )
+
+    def narrow(self) -> ToolSet:
+        """Returns the one tool that is named; all of them if none is."""
+        if self.named is None:
+            return self
+        return replace(self, tools=tuple(tool for tool in self.tools if tool.name == self.named), parallel=False)
 
     def describe(self) -> list[dict[str, Any]] | None:
         """Returns the tools in the form that chat templates expect; None with choice "none"."""
@@ -126,7 +145,7 @@ def read_tools(
     """Returns the tools of a request, None if it has none.
 
     Args:
-        tools: objects of OpenAI's chat API. `strict` is refused with "auto", where no grammar constrains the calls.
+        tools: objects of OpenAI's chat API.
         tool_choice: "auto" (the default), "none", "required", or a function by name.
         parallel: the request's `parallel_tool_calls`.
 
@@ -148,17 +167,7 @@ def read_tools(
             raise InvalidRequestError(message, field=f"tools[{at}].function.name", value=tool.name)
         known[tool.name] = tool
     choice, named = _read_choice(tool_choice, known)
-    if choice == "auto":
-        _refuse_strict(tools)
     return ToolSet(tuple(known.values()), choice, named, parallel is not False)
-
-
-def _refuse_strict(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses `strict` where no grammar constrains the calls."""
-    for at, entry in enumerate(tools):
-        if entry["function"].get("strict"):
-            message = "true needs tool_choice required or a function's name; leave it out otherwise"
-            raise InvalidRequestError(message, field=f"tools[{at}].function.strict", value=True)
 
 
 def _read_tool(entry: Mapping[str, Any], where: str) -> Tool:
@@ -174,7 +183,8 @@ def _read_tool(entry: Mapping[str, Any], where: str) -> Tool:
     if not isinstance(function.get("strict"), bool | None):
         message = f"must be true or false, got {shorten(function['strict'])}"
         raise InvalidRequestError(message, field=f"{where}.strict", value=function["strict"])
-    return Tool(name, description, _read_parameters(function.get("parameters"), f"{where}.parameters"))
+    parameters = _read_parameters(function.get("parameters"), f"{where}.parameters")
+    return Tool(name, description, parameters, function.get("strict") is True)
 
 
 def _read_parameters(parameters: Any, where: str) -> dict[str, Any] | None:

@@ -58,9 +58,12 @@ def test_without_parsers_text_is_content() -> None:
         ((None, "qwen3", None), "<think>a</think>b", [R("a"), "b"]),
         ((None, "qwen3", None), "a</think>b", ["a</think>b"]),
         ((None, "deepseek_r1", None), "a</think>b", [R("a"), "b"]),
-        (("hermes", "deepseek_r1", tools("required")),
+        ((None, "deepseek_r1", tools("required")),
          '[{"name":"f","parameters":{"a": 1}},{"name":"g","parameters":{}}]', CALLS),
-        (("hermes", None, tools("required", False)), f"[{F},{G}]", CALLS[:1]),
+        ((None, None, tools("required", False)), f"[{F},{G}]", CALLS[:1]),
+        (("hermes", "deepseek_r1", tools("required")),
+         f"x</think>\n\n<tool_call>\n{F}\n</tool_call>\n<tool_call>{G}</tool_call>", [R("x"), *CALLS]),
+        (("hermes", None, tools("required")), f"\n\n<tool_call>\n{F}\n</tool_call>\n<tool_c", CALLS[:1]),
         ((None, "qwen3", tools({"type": "function", "function": {"name": "f"}})), '{"a": 1}', CALLS[:1]),
         ((None, None, tools({"type": "function", "function": {"name": "f"}})), '{"a": "b', [("f", '{"a": "b')]),
         ((None, None, tools({"type": "function", "function": {"name": "f"}})), "", []),
@@ -90,10 +93,14 @@ def test_forced_calls_come_as_they_grow() -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_forced_calls_have_the_ids_of_their_family(choice: Any) -> None:
-    text = f"[{F}]" if choice == "required" else "{}"
-    for name, length in (("mistral", 9), ("hermes", 29), (None, 29)):
+    array = "{}" if choice != "required" else f"[{F}]"
+    for name, text, length in (
+        ("mistral", f"[TOOL_CALLS] [{F}]", 9),
+        ("hermes", f"<tool_call>{F}", 29),
+        (None, array, 29),
+    ):
         start = make_answer_parser(name, None, tools(choice)).push(text)[0]
-        assert isinstance(start, CallBegun) and len(start.call_id) == length
+        assert isinstance(start, CallBegun) and len(start.call_id) == (9 if name == "mistral" else 29)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +157,7 @@ def test_a_grammar_beside_tools_allows_calls_at_the_beginning(name: str, text: s
 
 def test_names() -> None:
     assert set(TOOL_PARSERS) == {"hermes", "llama3_json", "mistral", "openai"}
-    assert set(REASONING_PARSERS) == {"deepseek_r1", "qwen3", "openai_gptoss"}
+    assert set(REASONING_PARSERS) == {"deepseek_r1", "deepseek_v3", "glm45", "mistral", "qwen3", "openai_gptoss"}
     assert all(map(needs_special_tokens, [*TOOL_PARSERS, *REASONING_PARSERS])) and not needs_special_tokens(None)
     for arguments, field in ((("x", None), "tool_call_parser"), ((None, "x"), "reasoning_parser")):
         with pytest.raises(ConfigError) as caught:

@@ -10,7 +10,9 @@ import pytest
 from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars import GrammarCompiler
 from jaxserve.presets import demo_model_dir
-from jaxserve.server.tools import TOOL_PARSERS, allow_calls, read_tools
+from jaxserve.server.tools import TOOL_PARSERS, ToolSet, constrain_calls, read_tools
+from jaxserve.server.tools.answer_parser import CALL_FORMATS
+from jaxserve.server.tools.reasoning import REASONING_FORMATS
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers import Tokenizer, load_tokenizer
 from tests.features.grammars.test_blanks import accepts
@@ -53,7 +55,8 @@ def compiler() -> Iterator[GrammarCompiler]:
     made.close()
 
 
-def fits(compiler: GrammarCompiler, params: StructuredOutputsParams, text: str) -> bool:
+def fits(compiler: GrammarCompiler, params: StructuredOutputsParams | None, text: str) -> bool:
+    assert params is not None
     return accepts(compiler.compile(params).new_matcher(), text)
 
 
@@ -64,7 +67,7 @@ def test_a_call_or_the_form(compiler: GrammarCompiler, parser: str, form: dict[s
     for parallel in (True, False):
         tools = read_tools([tool("f", CITY), tool("tree", TREE)], "auto", parallel)
         assert tools is not None
-        params = allow_calls(StructuredOutputsParams(**form), tools, parser, {})
+        params = constrain_calls(tools, parser, None, {}, form=StructuredOutputsParams(**form))
         for text in (good, first, second):
             assert fits(compiler, params, text), text
         assert fits(compiler, params, first + between + second) is parallel
@@ -79,7 +82,7 @@ def test_an_array_of_calls(compiler: GrammarCompiler) -> None:
     for parallel in (True, False):
         tools = read_tools([tool("f", CITY)], "auto", parallel)
         assert tools is not None
-        params = allow_calls(StructuredOutputsParams(choice=["x"]), tools, "mistral", {})
+        params = constrain_calls(tools, "mistral", None, {}, form=StructuredOutputsParams(choice=["x"]))
         assert fits(compiler, params, f"[TOOL_CALLS] [{call}]") and not fits(compiler, params, "[TOOL_CALLS] []")
         assert fits(compiler, params, f"[TOOL_CALLS][{call}, {call}]") is parallel
 
@@ -89,7 +92,10 @@ def test_a_mark_that_is_a_special_token_is_that_token(compiler: GrammarCompiler)
     assert tools is not None
     tokenizer: Tokenizer = load_tokenizer(demo_model_dir())
     special = tokenizer.special_tokens["<|user|>"]
-    params = allow_calls(StructuredOutputsParams(choice=["x"]), tools, "mistral", {"[TOOL_CALLS]": special})
+    params = constrain_calls(
+        tools, "mistral", None, {"[TOOL_CALLS]": special}, form=StructuredOutputsParams(choice=["x"])
+    )
+    assert params is not None
     matcher = compiler.compile(params).new_matcher()
     matcher.accept(special)
     assert accepts(matcher, "f{}")
@@ -103,5 +109,77 @@ def test_what_has_no_grammar_is_refused() -> None:
     assert set(TOOL_PARSERS) == {*CALLS, "openai"}
     for parser, message in (("openai", "format openai"), ("hermes", "at most 65536 bytes")):
         with pytest.raises(InvalidRequestError, match=message) as caught:
-            allow_calls(form, tools, parser, {})
+            constrain_calls(tools, parser, None, {}, form=form)
         assert caught.value.field.startswith("structured_outputs")
+
+
+BAD = {parser: first.replace("Rome", "Rome\n") for parser, (first, _, _) in CALLS.items()}
+
+
+@pytest.mark.parametrize("parser", CALLS)
+def test_strict_tools_hold_in_any_text(compiler: GrammarCompiler, parser: str) -> None:
+    first, second, between = CALLS[parser]
+    opener = CALL_FORMATS[parser].opener or ""
+    for parallel in (True, False):
+        tools = read_tools([tool("f", CITY, strict=True), tool("tree", TREE)], "auto", parallel)
+        assert tools is not None
+        params = constrain_calls(tools, parser, None, {})
+        for text in ("", "Hello <b> [1]\n", "x" + opener[:-1], first, second.replace("root", "any")):
+            assert fits(compiler, params, text), text
+        assert fits(compiler, params, first + between + second) is parallel
+        for text in (BAD[parser], first.replace("city", "town"), first.replace('"f"', '"h"').replace("]f{", "]h{")):
+            assert not fits(compiler, params, text), text
+        if parser != "llama3_json":
+            assert fits(compiler, params, f"Let me see.\n{first}")
+            assert not fits(compiler, params, f"Let me see.\n{BAD[parser]}") and not fits(compiler, params, opener)
+            assert fits(compiler, params, f"a {first} b {second}") is parallel
+    assert constrain_calls(read_tools([tool("f")]) or ToolSet(()), parser, None, {}) is None
+
+
+@pytest.mark.parametrize("parser", CALLS)
+@pytest.mark.parametrize("reasoning", REASONING_FORMATS)
+def test_forced_calls_follow_reasoning(compiler: GrammarCompiler, parser: str, reasoning: str) -> None:
+    first, second, between = CALLS[parser]
+    marks = REASONING_FORMATS[reasoning]
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice in ("required", named):
+        tools = read_tools([tool("f", CITY), tool("tree", TREE)], choice)
+        assert tools is not None
+        for end, begin in (("", marks.opener), (marks.opener + "\n", ""), (marks.opener + marks.closer, None)):
+            params = constrain_calls(tools, parser, reasoning, {}, read_prompt=lambda end=end: f"<|assistant|>{end}")
+            thought = f"{begin}Hm {BAD[parser]}{marks.closer}\n\n" if begin is not None else ""
+            assert fits(compiler, params, thought + first), (end, thought)
+            assert fits(compiler, params, thought + second) is (choice == "required")
+            assert fits(compiler, params, thought + first + between + second) is (choice == "required")
+            for text in ("", thought, thought + "Hello", thought + BAD[parser]):
+                assert not fits(compiler, params, text), text
+
+
+def test_strict_tools_leave_reasoning_free(compiler: GrammarCompiler) -> None:
+    tools = read_tools([tool("f", CITY, strict=True)])
+    assert tools is not None
+    good, bad = CALLS["hermes"][0], BAD["hermes"]
+    for end, begin in (("", "<think>"), ("<think>", "")):
+        params = constrain_calls(tools, "hermes", "qwen3", {}, read_prompt=lambda end=end: end)
+        for text in (f"{begin}x", f"{begin}{bad}", f"{begin}{bad}</think>\n\n{good}", f"{begin}a</think>b {good}"):
+            assert fits(compiler, params, text), text
+        assert not fits(compiler, params, f"{begin}a</think>{bad}")
+        assert fits(compiler, params, good) is (not end or begin == "")
+
+
+def test_marks_of_reasoning_may_be_special_tokens(compiler: GrammarCompiler) -> None:
+    tokenizer: Tokenizer = load_tokenizer(demo_model_dir())
+    user, system = tokenizer.special_tokens["<|user|>"], tokenizer.special_tokens["<|system|>"]
+    for choice in ("required", "auto"):
+        tools = read_tools([tool("f", CITY, strict=True)], choice)
+        assert tools is not None
+        special = {"</think>": user, "<tool_call>": system}
+        params = constrain_calls(tools, "hermes", "deepseek_r1", special)
+        assert params is not None
+        for thought in ("", "Hm <tool_call>"):
+            matcher = compiler.compile(params).new_matcher()
+            for token in tokenizer.encode(thought, add_special_tokens=False):
+                matcher.accept(token)
+            matcher.accept(user)
+            matcher.accept(system)
+            assert accepts(matcher, CALLS["hermes"][0].removeprefix("<tool_call>"))

@@ -80,7 +80,7 @@ def test_reasoning_comes_as_it_grows() -> None:
      ("<think> a", None)],
 )  # fmt: skip
 def test_prompts_that_say_where_the_answer_begins(prompt: str, expected: bool | None) -> None:
-    assert find_place(prompt) == (expected, False)
+    assert find_place(prompt, "", "qwen3") == (expected, False)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_prompts_that_say_where_the_answer_begins(prompt: str, expected: bool | 
     ],
 )
 def test_continued_messages_say_it_too(prompt: str, begun: str, expected: tuple[bool | None, bool]) -> None:
-    assert find_place(prompt, begun) == expected
+    assert find_place(prompt, begun, "qwen3") == expected
 
 
 @pytest.mark.parametrize(
