@@ -14,10 +14,14 @@ from jaxserve.errors import ConfigError
 from jaxserve.server.events import ArgumentsDelta, CallBegun, CallEnded, Event, ParserEvent, TextDelta
 from jaxserve.server.tools.harmony import HarmonyParser
 from jaxserve.server.tools.json_calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
     FORCED_ARRAY,
+    GLM,
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
+    QWEN3_CODER,
     CallFormat,
     CallsOrForm,
     CallTextParser,
@@ -28,7 +32,17 @@ from jaxserve.server.tools.parser_parts import BLANKS, ToolParser
 from jaxserve.server.tools.reasoning import REASONING_FORMATS, ReasoningParser, find_place
 from jaxserve.server.tools.spec import ToolSet
 
-CALL_FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON, "mistral": MISTRAL}
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA3_JSON,
+    "mistral": MISTRAL,
+    "qwen3_coder": QWEN3_CODER,
+    "qwen3_xml": QWEN3_CODER,
+    "glm45": GLM,
+    "glm47": GLM,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+}
 # vLLM's names for parsers of calls and of reasoning. In harmony either reads the whole answer.
 _HARMONY_TOOLS, _HARMONY_REASONING = "openai", "openai_gptoss"
 
@@ -177,8 +191,9 @@ def make_answer_parser(
         return AnswerParser(tools=tools, max_calls=max_calls, is_forced=True)
     may_call = tool_parser is not None and toolset is not None and toolset.choice != "none"
     names = toolset.names if may_call and toolset is not None else None
+    parameters = {tool.name: tool.arguments_schema for tool in toolset.tools} if toolset is not None else {}
     if is_constrained:
-        calls = CallsOrForm(form, names) if form is not None and names is not None else None
+        calls = CallsOrForm(form, names, parameters) if form is not None and names is not None else None
         return AnswerParser(tools=calls, max_calls=max_calls)
     if tool_parser == _HARMONY_TOOLS or reasoning_parser == _HARMONY_REASONING:
         return AnswerParser(tools=HarmonyParser(names, in_message=begun is not None), max_calls=max_calls)
@@ -188,7 +203,7 @@ def make_answer_parser(
         marks = REASONING_FORMATS[reasoning_parser]
         reasoning = ReasoningParser(marks, starts_inside=bool(inside), continues=continues)
     if form is not None and names is not None:
-        tools = CallTextParser(form, names)
+        tools = CallTextParser(form, names, parameters)
     return AnswerParser(reasoning, tools, max_calls=max_calls, is_forced=is_forced)
 
 
@@ -205,7 +220,9 @@ def guess_tool_parser(chat_template: str | None) -> str | None:
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template:  # some families put XML between the same marks
-        return None if "<function=" in template or "<arg_key>" in template else "hermes"
+        return "glm45" if "<arg_key>" in template else "qwen3_coder" if "<function=" in template else "hermes"
+    if "tool\u2581calls\u2581begin" in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
     if ("<|python_tag|>" in template or "ipython" in template) and "parameters" in template:
         return "llama3_json"
     return None

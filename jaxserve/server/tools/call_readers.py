@@ -22,7 +22,7 @@ _STEPS = {
     "value": {},
     "after": {",": "next key", "}": "end"},
 }
-_NAME_CHARACTERS = frozenset("_-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+NAME_CHARACTERS = frozenset("_-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 
 class CallReader(Protocol):
@@ -40,7 +40,7 @@ class CallReader(Protocol):
 
 def begins_name(character: str) -> bool:
     """Whether a function's name may begin with this character."""
-    return character in _NAME_CHARACTERS
+    return character in NAME_CHARACTERS
 
 
 class JsonCallReader:
@@ -210,7 +210,7 @@ class NamedCallReader:
         if self._reads == "arguments":
             belongs = character in BLANKS
         else:
-            belongs = character in _NAME_CHARACTERS
+            belongs = character in NAME_CHARACTERS
             if self._reads == "name":
                 self._name.append(character)
         if not belongs:

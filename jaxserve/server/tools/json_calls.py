@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent, TextDelta
+from jaxserve.server.tools import xml_calls
 from jaxserve.server.tools.call_readers import CallReader, JsonCallReader, NamedCallReader, begins_name
+from jaxserve.server.tools.marked_calls import NAME, WORD, MarkedCallReader
 from jaxserve.server.tools.parser_parts import BLANKS, count_overlap, make_call_id, make_short_call_id, merge_events
+from jaxserve.server.tools.xml_calls import XmlCallReader
 
 _TEXT, _CALL, _BARE = "text", "call", "bare call"  # a bare call has no opener
+_MARKED = "marked call"  # its reader begins behind the word
 _MARK = "mark"  # inside what may become the opener
+
+Parameters = Mapping[str, Mapping[str, Any]]  # the schemas of functions' arguments by their names
+ReaderMaker = Callable[[int, Callable[[], str], list[str], Parameters], CallReader]
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,8 @@ class CallFormat:
     leads: Mapping[str, Mapping[str, str]]
     opener: str | None = None  # begins calls anywhere in text
     start: str = _TEXT  # state at the beginning of the answer
-    has_named_calls: bool = False  # `f{...}` may follow the opener
+    named: ReaderMaker | None = None  # reads calls that begin with a name behind the opener
+    marked: ReaderMaker | None = None  # reads calls behind a word of a lead
     needs_arguments: bool = False  # an object without arguments is not a call
     make_id: Callable[[], str] = make_call_id
 
@@ -56,8 +66,39 @@ MISTRAL = CallFormat(
         "after": {",": "next", "]": _TEXT},
         "next": {"{": _CALL},
     },
-    has_named_calls=True,
+    named=lambda index, make_id, raw, _: NamedCallReader(index, make_id, raw),
     make_id=make_short_call_id,
+)
+QWEN3_CODER = CallFormat(
+    opener="<tool_call>",
+    leads={
+        "open": {"<function=": _MARKED},
+        "after": {"</tool_call>": _TEXT, "<tool_call>": "open"},
+    },
+    marked=partial(XmlCallReader, xml_calls.QWEN3_CODER),
+)
+GLM = CallFormat(
+    opener="<tool_call>",
+    leads={"open": {}, "after": {"<tool_call>": "open"}},
+    named=partial(XmlCallReader, xml_calls.GLM),
+)
+_SEP = "<\uff5ctool\u2581sep\uff5c>"
+_DEEPSEEK = {
+    "open": {"<\uff5ctool\u2581call\u2581begin\uff5c>": _MARKED},
+    "after": {
+        "```": "after",
+        "<\uff5ctool\u2581call\u2581end\uff5c>": "after",
+        "<\uff5ctool\u2581call\u2581begin\uff5c>": _MARKED,
+        "<\uff5ctool\u2581calls\u2581end\uff5c>": _TEXT,
+    },
+}
+DEEPSEEK_V3 = CallFormat(
+    opener="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    leads=_DEEPSEEK,
+    marked=lambda index, make_id, raw, _: MarkedCallReader((WORD, _SEP, NAME, "```json"), index, make_id, raw),
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK_V3, marked=lambda index, make_id, raw, _: MarkedCallReader((NAME, _SEP), index, make_id, raw)
 )
 FORCED_ARRAY = CallFormat(  # what `ToolSet.structured_outputs` makes of tool_choice="required"
     start="start",
@@ -79,10 +120,13 @@ class CallTextParser:
     Args:
         form: the format of the calls.
         names: the known functions; an object without an opener must name one of them.
+        parameters: the schemas of their arguments, which say the types of values without quotes.
     """
 
-    def __init__(self, form: CallFormat, names: Collection[str] | None = None) -> None:
-        self._form, self._names = form, names
+    def __init__(
+        self, form: CallFormat, names: Collection[str] | None = None, parameters: Parameters | None = None
+    ) -> None:
+        self._form, self._names, self._parameters = form, names, parameters or {}
         self._state = form.start
         self._reader: CallReader | None = None
         self._partial = ""  # the beginning of a word in a lead
@@ -152,20 +196,24 @@ class CallTextParser:
 
     def _read_lead(self, text: str, at: int) -> int:
         character = text[at]
-        partial = self._partial + character
+        so_far = self._partial + character
         words = {str(self._form.opener): "open"} if self._state == _MARK else self._form.leads[self._state]
-        following = words.get(partial)
+        following = words.get(so_far)
         if not self._partial and character in BLANKS:
             self._raw.append(character)
         elif following in (_CALL, _BARE):
             self._begin_call(following == _BARE)
             return at
-        elif following == _TEXT:
-            self._state, self._partial, self._raw = _TEXT, "", []
+        elif following == _MARKED and self._form.marked is not None:
+            self._raw.append(so_far)
+            self._partial = ""
+            self._reader = self._form.marked(self._num_calls, self._form.make_id, self._raw, self._parameters)
+        elif following in (_TEXT, "after"):
+            self._state, self._partial, self._raw = following, "", []
         elif following is not None:
-            self._enter(following, partial)
-        elif any(word.startswith(partial) for word in words):
-            self._partial = partial
+            self._enter(following, so_far)
+        elif any(word.startswith(so_far) for word in words):
+            self._partial = so_far
         else:
             self._leave_lead(character)
             return at
@@ -173,8 +221,9 @@ class CallTextParser:
 
     def _leave_lead(self, character: str) -> None:
         """Ends a lead in which no word matches this character."""
-        if self._state == "open" and not self._partial and self._form.has_named_calls and begins_name(character):
-            self._reader = NamedCallReader(self._num_calls, self._form.make_id, self._raw)
+        named = self._form.named
+        if self._state == "open" and not self._partial and named is not None and begins_name(character):
+            self._reader = named(self._num_calls, self._form.make_id, self._raw, self._parameters)
             return
         self._say("".join(self._raw) + self._partial)
         self._state, self._partial, self._raw = _TEXT, "", []
@@ -200,7 +249,7 @@ class CallTextParser:
             self._reader, self._partial = None, ""
             if reader.started:
                 self._after_call, self._raw = True, []
-                keeps_list = not reader.broken and isinstance(reader, JsonCallReader)
+                keeps_list = not reader.broken and not isinstance(reader, NamedCallReader)
                 self._state = "after" if keeps_list else _TEXT
             else:
                 self._say("".join(reader.raw))
@@ -211,9 +260,10 @@ class CallTextParser:
 class CallsOrForm:
     """Reads an answer that a grammar keeps to calls or to a form: it has calls if it begins with one."""
 
-    def __init__(self, form: CallFormat, names: Collection[str]) -> None:
+    def __init__(self, form: CallFormat, names: Collection[str], parameters: Parameters | None = None) -> None:
         self._opener = form.opener if form.start == _TEXT else None
-        self._calls = CallTextParser(replace(form, opener=None) if self._opener is None else form, names)
+        form = replace(form, opener=None) if self._opener is None else form
+        self._calls = CallTextParser(form, names, parameters)
         self._held: str | None = ""  # the beginning; None: it has told which
         self._is_form = False
 

@@ -1,0 +1,177 @@
+"""Calls that a family's template writes are read back, byte for byte, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.server.events import ReasoningDelta
+from jaxserve.server.tools import guess_tool_parser, make_answer_parser, read_tools
+from tests.examples import scale_examples
+from tests.server.tools.helpers import CountedText, cut, join_text, read, summarise
+from tests.tokenizers.call_families import CALL_FAMILIES
+from tests.tokenizers.families import FAMILIES
+from tests.tokenizers.test_adaptation import render_chat
+
+PARSERS = {
+    "Qwen 3": "hermes",
+    "Qwen 3 Coder": "qwen3_coder",
+    "GLM 4.5": "glm45",
+    "DeepSeek V3": "deepseek_v3",
+    "DeepSeek V3.1": "deepseek_v31",
+}
+ENDS = {  # what ends a turn; it stops the sequence and is no part of its text
+    "Qwen 3": "<|im_end|>\n",
+    "Qwen 3 Coder": "<|im_end|>\n",
+    "GLM 4.5": "",
+    "DeepSeek V3": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "DeepSeek V3.1": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "ratio": {"type": "number"},
+        "is_new": {"type": "boolean"},
+        "items": {"type": "array"},
+        "more": {"type": "object"},
+        "nothing": {"type": "null"},
+        "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("find_it", "g-2")]
+USER = {"role": "user", "content": "u"}
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "text": st.text(st.characters(codec="utf-8"), max_size=20)
+    | st.sampled_from(["5", "true", "None", '{"a": 1}', " \n x\n", "\n", "</", "<param\n</parameter", "a</arg_valu"]),
+    "count": st.integers(),
+    "ratio": st.floats(allow_nan=False, allow_infinity=False),
+    "is_new": st.booleans(),
+    "items": st.lists(st.integers() | st.text(st.characters(codec="utf-8"), max_size=5) | st.none(), max_size=3),
+    "more": st.dictionaries(st.text("ab\u00e9 \n", max_size=3), st.integers() | st.booleans(), max_size=3),
+    "nothing": st.none(),
+    "either": st.none() | st.just("x"),
+}
+ARGUMENTS = st.fixed_dictionaries({}, optional=VALUES)
+ONE = {"text": 'a "b" \\ \n<c>', "count": 5, "items": [1, "x"], "more": {"k": None}}
+
+
+def write(name: str, calls: list[tuple[str, dict[str, Any]]], content: str = "") -> str:
+    """Returns the text of a turn, as the family's template writes it behind the prompt."""
+    made = [
+        {"id": f"call_{at}", "type": "function", "function": {"name": function, "arguments": arguments}}
+        for at, (function, arguments) in enumerate(calls)
+    ]
+    turn = {"role": "assistant", "content": content, "tool_calls": made}
+    prompt = render_chat(FAMILIES[name], [USER], tools=TOOLS, add_generation_prompt=False)
+    text = render_chat(FAMILIES[name], [USER, turn], tools=TOOLS, add_generation_prompt=False)
+    assert text.startswith(prompt) and text.endswith(ENDS[name])
+    return text[len(prompt) : len(text) - len(ENDS[name])]
+
+
+def summarise_calls(name: str, parts: list[str]) -> list[Any]:
+    tools = read_tools(TOOLS)
+    return [
+        (item[0], json.loads(item[1])) if isinstance(item, tuple) else item
+        for item in summarise(read(make_answer_parser(PARSERS[name], None, tools), parts))
+        if isinstance(item, tuple)
+    ]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_cut_in_two(name: str) -> None:
+    calls = [("find_it", ONE), ("g-2", {})]
+    text = write(name, calls)
+    for at in range(len(text) + 1):
+        assert summarise_calls(name, [text[:at], text[at:]]) == calls, text[at:]
+    assert summarise_calls(name, list(text)) == calls
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=scale_examples(60), deadline=None)
+@given(data=st.data())
+def test_whole_answers(name: str, data: st.DataObject) -> None:
+    calls = data.draw(st.lists(st.tuples(st.sampled_from(["find_it", "g-2"]), ARGUMENTS), min_size=1, max_size=3))
+    text = write(name, calls)
+    assert summarise_calls(name, cut(text, data.draw(st.lists(st.integers(0, 10_000), max_size=12)))) == calls
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if name in CALL_FAMILIES])
+@settings(max_examples=scale_examples(150), deadline=None)
+@given(data=st.data())
+def test_broken_calls_lose_nothing(name: str, data: st.DataObject) -> None:
+    text = write(name, [("find_it", {"text": "ab", "count": 1})])
+    at, length = data.draw(st.integers(0, len(text))), data.draw(st.integers(0, 12))
+    text = text[:at] + data.draw(st.sampled_from(["", "x", "<", "\n", "{", ">"])) + text[at + length :]
+    parts = cut(text, data.draw(st.lists(st.integers(0, 10_000), max_size=8)))
+    parser = make_answer_parser(PARSERS[name], None, read_tools(TOOLS))
+    events = read(parser, parts)
+    assert summarise(events) == summarise(read(make_answer_parser(PARSERS[name], None, read_tools(TOOLS)), [text]))
+    if not any(isinstance(item, tuple) for item in summarise(events)):
+        assert join_text(events) == text
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_template_names_its_parser(name: str) -> None:
+    assert guess_tool_parser(FAMILIES[name]) == PARSERS[name]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "arguments"),
+    [
+        ("qwen3_coder", "<parameter=count>\n5\n</parameter>\n", '{"count": 5}'),
+        ("qwen3_coder", "<parameter=count>5</parameter><parameter=x>5</parameter>", '{"count": 5, "x": 5}'),
+        ("qwen3_coder", "<parameter=text>5</parameter>", '{"text": "5"}'),
+        ("qwen3_coder", "<parameter=count>five</parameter>", '{"count": "five"}'),
+        ("qwen3_coder", "<parameter=is_new>True</parameter>", '{"is_new": true}'),
+        ("qwen3_coder", "<parameter=more>{'a': None}</parameter>", '{"more": {"a": null}}'),
+        ("qwen3_coder", "<parameter=ratio>NaN</parameter>", '{"ratio": "NaN"}'),
+        ("qwen3_coder", "<parameter=either>null</parameter>", '{"either": null}'),
+        ("qwen3_coder", "<parameter=text>\n\n a\n\n</parameter>", '{"text": "\\n a\\n"}'),
+        ("qwen3_coder", "", "{}"),
+    ],
+)
+def test_values_have_the_types_of_the_schema(parser: str, text: str, arguments: str) -> None:
+    text = f"Hm.\n<tool_call>\n<function=find_it>\n{text}</function>\n</tool_call>"
+    found = summarise(read(make_answer_parser(parser, None, read_tools(TOOLS)), text))
+    assert found == ["Hm.", ("find_it", arguments)]
+
+
+def test_strings_come_as_they_grow() -> None:
+    parser = make_answer_parser("glm45", None, read_tools(TOOLS))
+    parser.push("<tool_call>find_it\n<arg_key>text</arg_key>\n<arg_value>")
+    assert [join for part in ("ab", 'c"', "<", "/d") for join in [[e.text for e in parser.push(part)]]] == [
+        ["ab"], ['c\\"'], [], ["</d"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if name in CALL_FAMILIES])
+def test_work_is_linear(name: str) -> None:
+    counts = []
+    for size in (500, 1000):
+        text = write(name, [("find_it", {"text": "<\n</x " * size, "items": ["\n<"] * size})] * 3)
+        CountedText.num_seen = 0
+        read(make_answer_parser(PARSERS[name], None, read_tools(TOOLS)), [CountedText(text)])
+        counts.append(CountedText.num_seen / len(text))
+    assert counts[1] < counts[0] * 1.2
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "text", "expected"),
+    [
+        ("mistral", "[/INST]", "[THINK]a[/THINK]b", [ReasoningDelta("a"), "b"]),
+        ("mistral", "[/INST]", "b [THINK]", ["b [THINK]"]),
+        ("glm45", "<|assistant|>", "\n<think>a</think>\nb", [ReasoningDelta("a"), "b"]),
+        ("glm45", "<|assistant|>\n<think></think>", "\nb", ["b"]),
+        ("deepseek_v3", "<think>", "a</think>b", [ReasoningDelta("a"), "b"]),
+        ("deepseek_v3", "</think>", "b", ["b"]),
+    ],
+)
+def test_reasoning(parser: str, prompt: str, text: str, expected: list[Any]) -> None:
+    for parts in ([text], list(text)):
+        assert summarise(read(make_answer_parser(None, parser, prompt=prompt), parts)) == expected
