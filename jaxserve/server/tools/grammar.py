@@ -6,22 +6,24 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars.source import write_rule
 from jaxserve.server.tools.answer_parser import CALL_FORMATS
+from jaxserve.server.tools.marked_calls import DEEPSEEK
 from jaxserve.server.tools.reasoning import REASONING_FORMATS, find_place
 from jaxserve.server.tools.spec import ToolSet
+from jaxserve.server.tools.xml_calls import GLM_MARKS, QWEN3_CODER_MARKS, XmlMarks
+from jaxserve.server.tools.xml_grammar import write_arguments
 from jaxserve.structured_params import StructuredOutputsParams
-
-Mark = Callable[[str], str]  # a text of the format as a term of the grammar
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     """The way in which one format writes calls. Its opening mark is that of the `CallFormat` of the same name."""
 
-    write: Callable[[ToolSet, Mark], str]  # the rule `call`, of what follows the opening mark
+    write: Callable[[_Writer], str]  # the rule `call`, of what follows the opening mark, and those that it needs
     separator: str = ""  # between two calls, instead of further text
     has_opener: bool = True  # else a call begins an answer, and only there
     bare: str = r"\{"  # without an opener: the pattern that a call begins with
@@ -80,7 +82,7 @@ class _Writer:
     def __init__(
         self, syntax: CallSyntax, opener: str | None, tools: ToolSet, special_tokens: Mapping[str, int]
     ) -> None:
-        self._syntax, self._opener, self._tools, self._special_tokens = syntax, opener, tools, special_tokens
+        self._syntax, self._opener, self.tools, self._special_tokens = syntax, opener, tools, special_tokens
 
     def mark(self, text: str) -> str:
         """Returns a mark as a term: a special token, if it is one."""
@@ -92,8 +94,8 @@ class _Writer:
         """Returns the rule `calls`, of nothing but calls, and those that it needs."""
         opener = self.mark(self._opener) if self._syntax.has_opener and self._opener else ""
         separator = json.dumps(self._syntax.separator) if self._syntax.separator else ""
-        more = f" ({separator} {opener} call)*" if self._tools.parallel else ""
-        return [f"calls: {opener} call{more}", self._syntax.write(self._tools, self.mark)]
+        more = f" ({separator} {opener} call)*" if self.tools.parallel else ""
+        return [f"calls: {opener} call{more}", self._syntax.write(self)]
 
     def write_text(self, reasoning_parser: str | None) -> list[str]:
         """Returns the rule `text`, of any text with calls in it, and those that it needs."""
@@ -102,13 +104,13 @@ class _Writer:
             patterns.append(rf"\s*{_escape(REASONING_FORMATS[reasoning_parser].opener)}(?s:.*)")
         if not syntax.has_opener:
             patterns.append(rf"\s*{syntax.bare}(?s:.*)")
-        rules = self._write_until("lead", self._opener, patterns) if self._opener is not None else []
+        rules = self.write_until("lead", self._opener, patterns) if self._opener is not None else []
         if self._opener is not None:
             patterns.append(rf"(?s:.*){_escape(self._opener)}(?s:.*)")
         if not syntax.has_opener:
             lead = " | lead calls" if self._opener is not None else ""
             start = f"text: (TAIL | calls{lead})?"
-        elif self._tools.parallel:
+        elif self.tools.parallel:
             start = "text: (lead call)* TAIL?"
         else:
             start = "text: (lead call)? TAIL?"
@@ -122,16 +124,16 @@ class _Writer:
         """
         if reasoning_parser is None or place is False:
             return [f"start: {body}"]
-        marks, is_forced = REASONING_FORMATS[reasoning_parser], self._tools.is_forced
+        marks, is_forced = REASONING_FORMATS[reasoning_parser], self.tools.is_forced
         opener = "" if place else f"GAP? {self.mark(marks.opener)} "
         thought = f"{opener}reasoning GAP? {body}" if is_forced else f"{opener}reasoning {body} | {opener}INSIDE?"
         inside = _write_terminal("+", [rf"(?s:.*){_escape(marks.closer)}(?s:.*)"])
         rules = [f"start: {thought}" if place else f"start: {body} | {thought}"]
         if not is_forced or marks.closer in self._special_tokens:
             rules.append(f"INSIDE: {inside}")
-        return [*rules, r"GAP: /[ \n]{1,2}/", *self._write_until("reasoning", marks.closer, [], "INSIDE")]
+        return [*rules, r"GAP: /[ \n]{1,2}/", *self.write_until("reasoning", marks.closer, [], "INSIDE")]
 
-    def _write_until(self, name: str, mark: str, patterns: Sequence[str], before: str | None = None) -> list[str]:
+    def write_until(self, name: str, mark: str, patterns: Sequence[str], before: str | None = None) -> list[str]:
         """Returns a rule of any text up to a mark, which it includes."""
         if mark in self._special_tokens:  # no text spells it
             if before is not None:
@@ -153,26 +155,59 @@ def _escape(text: str) -> str:
     return re.sub(r"([^\w<>\s])", r"\\\1", text, flags=re.ASCII) if text.isascii() else re.escape(text)
 
 
-def _write_hermes(tools: ToolSet, mark: Mark) -> str:
-    call = json.dumps(tools.make_call_schema("arguments"))
-    return f'call: "\\n" %json {call} "\\n" {mark("</tool_call>")}'
+def _write_hermes(writer: _Writer) -> str:
+    call = json.dumps(writer.tools.make_call_schema("arguments"))
+    return f'call: "\\n" %json {call} "\\n" {writer.mark("</tool_call>")}'
 
 
-def _write_llama(tools: ToolSet, mark: Mark) -> str:
-    return f"call: %json {json.dumps(tools.make_call_schema('parameters'))}"
+def _write_llama(writer: _Writer) -> str:
+    return f"call: %json {json.dumps(writer.tools.make_call_schema('parameters'))}"
 
 
-def _write_mistral(tools: ToolSet, mark: Mark) -> str:
+def _write_mistral(writer: _Writer) -> str:
     """Older models write an array of objects, newer ones each call by its name."""
-    array = json.dumps(tools.make_array_schema("arguments"))
+    array, separator = json.dumps(writer.tools.make_array_schema("arguments")), writer.mark("[ARGS]")
     named = " | ".join(
-        f"{json.dumps(tool.name)} {mark('[ARGS]')}? %json {json.dumps(tool.arguments_schema)}" for tool in tools.tools
+        f"{json.dumps(tool.name)} {separator}? %json {json.dumps(tool.arguments_schema)}" for tool in writer.tools.tools
     )
     return f'call: " "? %json {array} | {named}'
 
 
+def _write_deepseek(behind_begin: str, behind_name: str, end: str, separator: str, writer: _Writer) -> str:
+    """Calls of one answer stand between one pair of marks."""
+    begin, sep, close, last = map(writer.mark, (DEEPSEEK.begin, DEEPSEEK.sep, DEEPSEEK.end, DEEPSEEK.last))
+    prefix, suffix = (f"{json.dumps(behind_begin)} {sep}", "") if behind_begin else ("", sep)
+    named = " | ".join(
+        f"{json.dumps(tool.name)} {suffix} {behind_name} %json {json.dumps(tool.arguments_schema)}"
+        for tool in writer.tools.tools
+    )
+    more = f" ({separator} one)*" if writer.tools.parallel else ""
+    return f"call: one{more} {last}\none: {begin} {prefix} named {end} {close}\nnamed: {named}"
+
+
+def _write_xml(marks: XmlMarks, before: str, behind: str, writer: _Writer) -> str:
+    calls = []
+    for at, tool in enumerate(writer.tools.tools):
+        field = f"tools[{at}].function.parameters"
+        arguments = write_arguments(tool.arguments_schema, field, marks, writer.mark, "value")
+        name_end = writer.mark(marks.name_end) if marks.name_end else ""
+        calls.append(f'{json.dumps(tool.name)} {name_end} "\\n" {arguments} ')
+    end = f"{writer.mark(marks.end)} {behind and f'{json.dumps(chr(10))} {writer.mark(behind)}'}"
+    rules = [f"call: {json.dumps(before) if before else ''} named {end}", f"named: {' | '.join(calls)}"]
+    return "\n".join((*rules, *writer.write_until("value", marks.value_end, [])))
+
+
+_FENCE = json.dumps("\n```json\n"), json.dumps("\n```")
+_QWEN3_CODER = CallSyntax(partial(_write_xml, QWEN3_CODER_MARKS, "\n<function=", "</tool_call>"), "\n")
+_GLM = CallSyntax(partial(_write_xml, GLM_MARKS, "", ""), "\n")
 _SYNTAXES: Mapping[str, CallSyntax] = {
     "hermes": CallSyntax(_write_hermes, "\n"),
     "llama3_json": CallSyntax(_write_llama, "; ", has_opener=False),
     "mistral": CallSyntax(_write_mistral),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "deepseek_v3": CallSyntax(partial(_write_deepseek, "function", *_FENCE, json.dumps("\n"))),
+    "deepseek_v31": CallSyntax(partial(_write_deepseek, "", "", "", "")),
 }

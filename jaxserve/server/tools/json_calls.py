@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent, TextDelta
-from jaxserve.server.tools import xml_calls
 from jaxserve.server.tools.call_readers import CallReader, JsonCallReader, NamedCallReader, begins_name
-from jaxserve.server.tools.marked_calls import NAME, WORD, MarkedCallReader
+from jaxserve.server.tools.marked_calls import DEEPSEEK, NAME, WORD, MarkedCallReader
 from jaxserve.server.tools.parser_parts import BLANKS, count_overlap, make_call_id, make_short_call_id, merge_events
-from jaxserve.server.tools.xml_calls import XmlCallReader
+from jaxserve.server.tools.xml_calls import GLM_MARKS, QWEN3_CODER_MARKS, XmlCallReader
 
 _TEXT, _CALL, _BARE = "text", "call", "bare call"  # a bare call has no opener
 _MARKED = "marked call"  # its reader begins behind the word
@@ -75,30 +74,23 @@ QWEN3_CODER = CallFormat(
         "open": {"<function=": _MARKED},
         "after": {"</tool_call>": _TEXT, "<tool_call>": "open"},
     },
-    marked=partial(XmlCallReader, xml_calls.QWEN3_CODER),
+    marked=partial(XmlCallReader, QWEN3_CODER_MARKS),
 )
 GLM = CallFormat(
     opener="<tool_call>",
     leads={"open": {}, "after": {"<tool_call>": "open"}},
-    named=partial(XmlCallReader, xml_calls.GLM),
+    named=partial(XmlCallReader, GLM_MARKS),
 )
-_SEP = "<\uff5ctool\u2581sep\uff5c>"
-_DEEPSEEK = {
-    "open": {"<\uff5ctool\u2581call\u2581begin\uff5c>": _MARKED},
-    "after": {
-        "```": "after",
-        "<\uff5ctool\u2581call\u2581end\uff5c>": "after",
-        "<\uff5ctool\u2581call\u2581begin\uff5c>": _MARKED,
-        "<\uff5ctool\u2581calls\u2581end\uff5c>": _TEXT,
-    },
-}
 DEEPSEEK_V3 = CallFormat(
-    opener="<\uff5ctool\u2581calls\u2581begin\uff5c>",
-    leads=_DEEPSEEK,
-    marked=lambda index, make_id, raw, _: MarkedCallReader((WORD, _SEP, NAME, "```json"), index, make_id, raw),
+    opener=DEEPSEEK.first,
+    leads={
+        "open": {DEEPSEEK.begin: _MARKED},
+        "after": {"```": "after", DEEPSEEK.end: "after", DEEPSEEK.begin: _MARKED, DEEPSEEK.last: _TEXT},
+    },
+    marked=lambda index, make_id, raw, _: MarkedCallReader((WORD, DEEPSEEK.sep, NAME, "```json"), index, make_id, raw),
 )
 DEEPSEEK_V31 = replace(
-    DEEPSEEK_V3, marked=lambda index, make_id, raw, _: MarkedCallReader((NAME, _SEP), index, make_id, raw)
+    DEEPSEEK_V3, marked=lambda index, make_id, raw, _: MarkedCallReader((NAME, DEEPSEEK.sep), index, make_id, raw)
 )
 FORCED_ARRAY = CallFormat(  # what `ToolSet.structured_outputs` makes of tool_choice="required"
     start="start",

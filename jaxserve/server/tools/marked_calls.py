@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent
 from jaxserve.server.tools.call_readers import NAME_CHARACTERS
@@ -10,6 +11,20 @@ from jaxserve.server.tools.json_scanner import JsonScanner
 from jaxserve.server.tools.parser_parts import BLANKS
 
 NAME, WORD = "name", "word"  # steps that read such characters as names have
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSeekMarks:
+    """The marks around DeepSeek's calls."""
+
+    first: str = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+    begin: str = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+    sep: str = "<\uff5ctool\u2581sep\uff5c>"
+    end: str = "<\uff5ctool\u2581call\u2581end\uff5c>"
+    last: str = "<\uff5ctool\u2581calls\u2581end\uff5c>"
+
+
+DEEPSEEK = DeepSeekMarks()
 
 
 class MarkedCallReader:

@@ -31,8 +31,8 @@ class XmlMarks:
     has_lines: bool = False  # a value stands between two line breaks
 
 
-QWEN3_CODER = XmlMarks(">", "<parameter=", ">", "", "</parameter>", "</function>", has_lines=True)
-GLM = XmlMarks("", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
+QWEN3_CODER_MARKS = XmlMarks(">", "<parameter=", ">", "", "</parameter>", "</function>", has_lines=True)
+GLM_MARKS = XmlMarks("", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
 
 
 class XmlCallReader:
@@ -130,7 +130,7 @@ class XmlCallReader:
     def _open_value(self, key: str) -> None:
         self._out.append(f"{', ' if self._num_values else ''}{json.dumps(key, ensure_ascii=False)}: ")
         self._num_values += 1
-        self._types = _list_types(self._schema, key)
+        self._types = list_types(self._schema, key)
         self._streams = self._types == {"string"}
         self._state = "to value"
         if not self._marks.value:
@@ -191,7 +191,7 @@ class XmlCallReader:
         self.ended = self.broken = True
 
 
-def _list_types(schema: Mapping[str, Any], key: str) -> set[str]:
+def list_types(schema: Mapping[str, Any], key: str) -> set[str]:
     """Returns the types that an argument may have; none if the schema does not say."""
     properties = schema.get("properties")
     parameter = properties.get(key) if isinstance(properties, Mapping) else None

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.errors import InvalidRequestError
+from jaxserve.features.grammars import GrammarCompiler
+from jaxserve.presets import demo_model_dir
 from jaxserve.server.events import ReasoningDelta
-from jaxserve.server.tools import guess_tool_parser, make_answer_parser, read_tools
+from jaxserve.server.tools import constrain_calls, guess_tool_parser, make_answer_parser, read_tools
+from jaxserve.server.tools.answer_parser import CALL_FORMATS
+from jaxserve.tokenizers import load_tokenizer
 from tests.examples import scale_examples
+from tests.features.grammars.test_blanks import accepts
+from tests.features.grammars.walks import walk
 from tests.server.tools.helpers import CountedText, cut, join_text, read, summarise
 from tests.tokenizers.call_families import CALL_FAMILIES
 from tests.tokenizers.families import FAMILIES
@@ -167,7 +177,7 @@ def test_work_is_linear(name: str) -> None:
         ("mistral", "[/INST]", "[THINK]a[/THINK]b", [ReasoningDelta("a"), "b"]),
         ("mistral", "[/INST]", "b [THINK]", ["b [THINK]"]),
         ("glm45", "<|assistant|>", "\n<think>a</think>\nb", [ReasoningDelta("a"), "b"]),
-        ("glm45", "<|assistant|>\n<think></think>", "\nb", ["b"]),
+        ("glm45", "<|assistant|>\n<think></think>", "\nb", ["\nb"]),
         ("deepseek_v3", "<think>", "a</think>b", [ReasoningDelta("a"), "b"]),
         ("deepseek_v3", "</think>", "b", ["b"]),
     ],
@@ -175,3 +185,81 @@ def test_work_is_linear(name: str) -> None:
 def test_reasoning(parser: str, prompt: str, text: str, expected: list[Any]) -> None:
     for parts in ([text], list(text)):
         assert summarise(read(make_answer_parser(None, parser, prompt=prompt), parts)) == expected
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(load_tokenizer(demo_model_dir()))
+    yield made
+    made.close()
+
+
+STRICT = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "description": "d"},
+        "count": {"type": "integer"},
+        "kind": {"enum": ["a", "b c"]},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/flag"}, "maxItems": 3},
+        "either": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+    },
+    "required": ["text", "count"],
+    "additionalProperties": False,
+    "$defs": {"flag": {"type": "boolean"}},
+}
+STRICT_TOOLS = [{"type": "function", "function": {"name": "find_it", "parameters": STRICT, "strict": True}}]
+GOOD = [{"text": "a <b>\n", "count": 5, "kind": "b c", "items": [True], "either": None}, {"text": "", "count": -1}]
+BAD = [{"text": "a", "count": "x"}, {"text": "a"}, {"text": "a", "count": 1, "kind": "c"}, {"text": "a", "x": 1}]
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_what_a_template_writes_is_in_the_grammar(compiler: GrammarCompiler, name: str, choice: str) -> None:
+    tools = read_tools(STRICT_TOOLS, choice)
+    assert tools is not None
+    params = constrain_calls(tools, PARSERS[name], None, {})
+    assert params is not None
+    grammar = compiler.compile(params)
+    for arguments in GOOD:
+        text = write(name, [("find_it", arguments)]).removeprefix("<|im_start|>assistant").lstrip()
+        text = text[text.index(CALL_FORMATS[PARSERS[name]].opener or "") :]
+        assert accepts(grammar.new_matcher(), text), text
+        if choice == "auto":
+            assert accepts(grammar.new_matcher(), f"Hm <x>. {text}")
+    for arguments in BAD:
+        text = write(name, [("find_it", arguments)])
+        text = text[text.index(CALL_FORMATS[PARSERS[name]].opener or "") :]
+        assert not accepts(grammar.new_matcher(), text), text
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_random_walks_are_read_back_as_calls_that_fit(compiler: GrammarCompiler, name: str, parallel: bool) -> None:
+    tools = read_tools(STRICT_TOOLS, "required", parallel)
+    assert tools is not None
+    params = constrain_calls(tools, PARSERS[name], None, {})
+    assert params is not None
+    grammar = compiler.compile(params)
+    for seed in range(15):
+        matcher, generator = grammar.new_matcher(), np.random.default_rng(seed)
+        try:
+            text = walk(matcher, generator).decode(errors="replace")
+        except AssertionError as error:  # a walk may go on with ever more calls
+            assert "no end" in str(error)
+            continue
+        found = summarise(read(make_answer_parser(PARSERS[name], None, tools), text))
+        assert found and all(isinstance(item, tuple) and item[0] == "find_it" for item in found), text
+        assert parallel or len(found) == 1
+        for _, arguments in found:
+            jsonschema.validate(json.loads(arguments), STRICT)
+
+
+def test_a_schema_that_xml_cannot_hold_is_refused() -> None:
+    for schema in ({"type": "string", "pattern": "x"}, {"$ref": "#/$defs/flag"}, {}):
+        parameters = {**STRICT, "properties": {"text": schema}}
+        function = {"name": "f", "parameters": parameters, "strict": True}
+        tools = read_tools([{"type": "function", "function": function}])
+        assert tools is not None
+        with pytest.raises(InvalidRequestError, match="format of calls") as caught:
+            constrain_calls(tools, "qwen3_coder", None, {})
+        assert caught.value.field == "tools[0].function.parameters.properties"
