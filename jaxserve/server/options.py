@@ -127,7 +127,8 @@ class ServingOptions:
     enable_auto_tool_choice: bool = option(True, "accept tool_choice auto, where the model decides")
     tool_call_parser: str = option("auto", "format of the model's tool calls; auto: detected from its template; none")
     reasoning_parser: str | None = option(
-        None, "format of the model's reasoning: deepseek_r1, deepseek_v3, glm45, mistral, qwen3, openai_gptoss"
+        None,
+        "format of the model's reasoning: deepseek_r1, deepseek_v3, glm45, minimax_m2, mistral, qwen3, openai_gptoss",
     )
     enable_force_include_usage: bool = option(False, "end every stream with its token usage")
     per_request_spec_decode_metrics: str = option(

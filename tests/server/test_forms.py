@@ -168,3 +168,14 @@ def test_a_form_beside_tools_leaves_the_model_both(
             assert json.loads("".join(calls))["a"] in (1, 2) and not text
         else:
             assert not calls and FIELDS[form][1]({"message": {"content": text}}, ids)
+
+
+def test_a_strict_tool_leaves_other_text_as_it_is(client: httpx.Client) -> None:
+    strict = {"type": "function", "function": {**TOOLS["tools"][0]["function"], "strict": True}}
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 30}
+    plain, held = (client.post(CHAT, json={**body, "tools": tools}).json() for tools in (TOOLS["tools"], [strict]))
+    assert held["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+    streamed = client.post(CHAT, json={**body, "tools": [strict], "stream": True})
+    lines = [json.loads(line[6:])["choices"] for line in streamed.text.splitlines() if line.startswith("data: {")]
+    text = "".join(choice["delta"].get("content") or "" for choices in lines for choice in choices)
+    assert text == plain["choices"][0]["message"]["content"]

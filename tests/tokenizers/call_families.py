@@ -135,6 +135,46 @@ _DEEPSEEK_V31 = """{% set ns = namespace(system='', after_user=false) %}
 {%- endif %}
 """
 
+_MINIMAX_M2 = """
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set turns = messages[1:] %}
+{%- else %}{%- set system = 'You help.' %}{%- set turns = messages %}{%- endif %}
+{%- set last = namespace(user=-1, call=none) %}
+{%- for m in turns %}{%- if m.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}
+{{- ']~!b[]~b]system\\n' + system }}
+{%- if tools %}{{- '\\n<tools>\\n' }}
+    {%- for tool in tools %}{{- '<tool>' + tool.function | tojson + '</tool>\\n' }}{%- endfor %}
+    {{- '</tools>\\n<minimax:tool_call>\\n<invoke name="f">\\n<parameter name="k">v</parameter>\\n</invoke>' }}
+    {{- '\\n</minimax:tool_call>' }}
+{%- endif %}
+{{- '[e~[\\n' }}
+{%- for m in turns %}
+    {%- if m.role == 'assistant' %}{{- ']~b]ai\\n' }}
+        {%- if m.reasoning_content and loop.index0 > last.user %}
+            {{- '<think>\\n' ~ m.reasoning_content ~ '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- m.content }}
+        {%- if m.tool_calls %}{%- set last.call = m.tool_calls[-1].function.name %}{{- '\\n<minimax:tool_call>\\n' }}
+            {%- for call in m.tool_calls %}
+                {{- '<invoke name="' + call.function.name + '">\\n' }}
+                {%- for key, value in call.function.arguments | items %}
+                    {{- '<parameter name="' + key + '">' + (value if value is string else value | tojson) }}
+                    {{- '</parameter>\\n' }}
+                {%- endfor %}
+                {{- '</invoke>\\n' }}
+            {%- endfor %}
+            {{- '</minimax:tool_call>' }}
+        {%- endif %}
+        {{- '[e~[\\n' }}
+    {%- elif m.role == 'tool' %}
+        {%- if last.call is none %}{{- raise_exception('nobody asked') }}{%- endif %}
+        {%- if loop.first or turns[loop.index0 - 1].role != 'tool' %}{{- ']~b]tool' }}{%- endif %}
+        {{- '\\n<response>' + m.content + '</response>' }}
+        {%- if loop.last or turns[loop.index0 + 1].role != 'tool' %}{{- '[e~[\\n' }}{%- endif %}
+    {%- elif m.role == 'user' %}{{- ']~b]user\\n' + m.content + '[e~[\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- ']~b]ai\\n<think>\\n' }}{%- endif %}
+"""
+
 _PYTHONIC = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
@@ -208,6 +248,7 @@ _GEMMA4 = """
 CALL_FAMILIES = {
     "Qwen 3 Coder": _QWEN3_CODER,
     "GLM 4.5": _GLM45,
+    "MiniMax M2": _MINIMAX_M2,
     "DeepSeek V3": _DEEPSEEK_V3,
     "DeepSeek V3.1": _DEEPSEEK_V31,
     "Llama 3.2 pythonic": _PYTHONIC,

@@ -20,6 +20,7 @@ from jaxserve.server.tools.json_calls import (
     GLM,
     HERMES,
     LLAMA3_JSON,
+    MINIMAX_M2,
     MISTRAL,
     QWEN3_CODER,
     CallFormat,
@@ -28,6 +29,7 @@ from jaxserve.server.tools.json_calls import (
     ForcedCall,
 )
 from jaxserve.server.tools.json_scanner import JsonScanner
+from jaxserve.server.tools.marked_calls import DEEPSEEK
 from jaxserve.server.tools.parser_parts import BLANKS, ToolParser
 from jaxserve.server.tools.reasoning import REASONING_FORMATS, ReasoningParser, find_place
 from jaxserve.server.tools.spec import ToolSet
@@ -40,11 +42,26 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "qwen3_xml": QWEN3_CODER,
     "glm45": GLM,
     "glm47": GLM,
+    "minimax_m2": MINIMAX_M2,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
 }
 # vLLM's names for parsers of calls and of reasoning. In harmony either reads the whole answer.
 _HARMONY_TOOLS, _HARMONY_REASONING = "openai", "openai_gptoss"
+
+_CHANNEL = "<|channel|>"
+_SHOWN_BY = (  # the texts of a template that show a format; the first that has all of them counts
+    ((_CHANNEL,), _HARMONY_TOOLS),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<tool_call>", "<arg_key>"), "glm45"),
+    (("<tool_call>", "<function="), "qwen3_coder"),
+    (("<tool_call>",), "hermes"),
+    ((DEEPSEEK.first, "```json"), "deepseek_v3"),
+    ((DEEPSEEK.first,), "deepseek_v31"),
+    (("<|python_tag|>", "parameters"), "llama3_json"),
+    (("ipython", "parameters"), "llama3_json"),
+)
 
 TOOL_PARSERS = (*CALL_FORMATS, _HARMONY_TOOLS)
 REASONING_PARSERS = (*REASONING_FORMATS, _HARMONY_REASONING)
@@ -215,19 +232,10 @@ def needs_special_tokens(name: str | None) -> bool:
 def guess_tool_parser(chat_template: str | None) -> str | None:
     """Returns the parser for the calls in a chat template; None if it has none, or an unknown format."""
     template = chat_template or ""
-    if guess_reasoning_parser(template) == _HARMONY_REASONING:
-        return _HARMONY_TOOLS
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template:  # some families put XML between the same marks
-        return "glm45" if "<arg_key>" in template else "qwen3_coder" if "<function=" in template else "hermes"
-    if "tool\u2581calls\u2581begin" in template:
-        return "deepseek_v3" if "```json" in template else "deepseek_v31"
-    if ("<|python_tag|>" in template or "ipython" in template) and "parameters" in template:
-        return "llama3_json"
-    return None
+    found = (parser for texts, parser in _SHOWN_BY if all(text in template for text in texts))
+    return next(found, None)
 
 
 def guess_reasoning_parser(chat_template: str | None) -> str | None:
     """Returns the parser for answers that mean nothing without one: those in channels; else None."""
-    return _HARMONY_REASONING if "<|channel|>" in (chat_template or "") else None
+    return _HARMONY_REASONING if _CHANNEL in (chat_template or "") else None

@@ -14,7 +14,7 @@ from jaxserve.server.tools.answer_parser import CALL_FORMATS
 from jaxserve.server.tools.marked_calls import DEEPSEEK
 from jaxserve.server.tools.reasoning import REASONING_FORMATS, find_place
 from jaxserve.server.tools.spec import ToolSet
-from jaxserve.server.tools.xml_calls import GLM_MARKS, QWEN3_CODER_MARKS, XmlMarks
+from jaxserve.server.tools.xml_calls import GLM_MARKS, MINIMAX_MARKS, QWEN3_CODER_MARKS, XmlMarks
 from jaxserve.server.tools.xml_grammar import write_arguments
 from jaxserve.structured_params import StructuredOutputsParams
 
@@ -208,6 +208,7 @@ _SYNTAXES: Mapping[str, CallSyntax] = {
     "qwen3_xml": _QWEN3_CODER,
     "glm45": _GLM,
     "glm47": _GLM,
+    "minimax_m2": CallSyntax(partial(_write_xml, MINIMAX_MARKS, '\n<invoke name="', "</minimax:tool_call>"), "\n"),
     "deepseek_v3": CallSyntax(partial(_write_deepseek, "function", *_FENCE, json.dumps("\n"))),
     "deepseek_v31": CallSyntax(partial(_write_deepseek, "", "", "", "")),
 }

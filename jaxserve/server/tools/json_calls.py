@@ -11,7 +11,7 @@ from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent, TextD
 from jaxserve.server.tools.call_readers import CallReader, JsonCallReader, NamedCallReader, begins_name
 from jaxserve.server.tools.marked_calls import DEEPSEEK, NAME, WORD, MarkedCallReader
 from jaxserve.server.tools.parser_parts import BLANKS, count_overlap, make_call_id, make_short_call_id, merge_events
-from jaxserve.server.tools.xml_calls import GLM_MARKS, QWEN3_CODER_MARKS, XmlCallReader
+from jaxserve.server.tools.xml_calls import GLM_MARKS, MINIMAX_MARKS, QWEN3_CODER_MARKS, XmlCallReader
 
 _TEXT, _CALL, _BARE = "text", "call", "bare call"  # a bare call has no opener
 _MARKED = "marked call"  # its reader begins behind the word
@@ -80,6 +80,14 @@ GLM = CallFormat(
     opener="<tool_call>",
     leads={"open": {}, "after": {"<tool_call>": "open"}},
     named=partial(XmlCallReader, GLM_MARKS),
+)
+MINIMAX_M2 = CallFormat(
+    opener="<minimax:tool_call>",
+    leads={
+        "open": {'<invoke name="': _MARKED},
+        "after": {"</minimax:tool_call>": _TEXT, '<invoke name="': _MARKED, "<minimax:tool_call>": "open"},
+    },
+    marked=partial(XmlCallReader, MINIMAX_MARKS),
 )
 DEEPSEEK_V3 = CallFormat(
     opener=DEEPSEEK.first,

@@ -22,6 +22,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {  # by vLLM's names
     "deepseek_r1": ReasoningFormat(starts_inside=True),
     "deepseek_v3": ReasoningFormat(),
     "glm45": ReasoningFormat(),
+    "minimax_m2": ReasoningFormat(starts_inside=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "qwen3": ReasoningFormat(),
 }

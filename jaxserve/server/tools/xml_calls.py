@@ -1,4 +1,4 @@
-"""Calls that write each argument between marks, as in XML: Qwen 3 Coder's and GLM's.
+"""Calls that write each argument between marks, as in XML: Qwen 3 Coder's, GLM's and MiniMax's.
 
 A value is text without escapes. Its type is that of the tool's schema, so `5` is a string or a number.
 """
@@ -29,10 +29,12 @@ class XmlMarks:
     value_end: str
     end: str
     has_lines: bool = False  # a value stands between two line breaks
+    gap: str = "\n"  # behind `key_end`, as templates write it
 
 
 QWEN3_CODER_MARKS = XmlMarks(">", "<parameter=", ">", "", "</parameter>", "</function>", has_lines=True)
 GLM_MARKS = XmlMarks("", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
+MINIMAX_MARKS = XmlMarks('">', '<parameter name="', '">', "", "</parameter>", "</invoke>", gap="")
 
 
 class XmlCallReader:

@@ -51,7 +51,8 @@ def write_arguments(
 
 
 def _open_value(marks: XmlMarks, mark: Callable[[str], str]) -> str:
-    return f'{mark(marks.key_end)} "\\n" {mark(marks.value) if marks.value else ""}'
+    gap = _quote(marks.gap) if marks.gap else ""
+    return f"{mark(marks.key_end)} {gap} {mark(marks.value) if marks.value else ''}"
 
 
 def _write_value(

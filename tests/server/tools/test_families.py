@@ -31,6 +31,7 @@ PARSERS = {
     "Qwen 3": "hermes",
     "Qwen 3 Coder": "qwen3_coder",
     "GLM 4.5": "glm45",
+    "MiniMax M2": "minimax_m2",
     "DeepSeek V3": "deepseek_v3",
     "DeepSeek V3.1": "deepseek_v31",
 }
@@ -38,6 +39,7 @@ ENDS = {  # what ends a turn; it stops the sequence and is no part of its text
     "Qwen 3": "<|im_end|>\n",
     "Qwen 3 Coder": "<|im_end|>\n",
     "GLM 4.5": "",
+    "MiniMax M2": "[e~[\n",
     "DeepSeek V3": "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "DeepSeek V3.1": "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }
