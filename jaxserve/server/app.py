@@ -43,7 +43,7 @@ def make_app(state: ServerState, keys: Keys | None = None) -> ASGIApp:
             allow_origins=access.allowed_origins,
             allow_methods=access.allowed_methods,
             allow_headers=access.allowed_headers,
-            expose_headers=("x-request-id", "request-id", "retry-after"),
+            expose_headers=("x-request-id", "request-id", "retry-after", "x-omitted-tools"),
         )
     return AccessLog(HeadRequests(app), state)
 

@@ -14,6 +14,7 @@ from jaxserve.server.prompts import make_params
 from jaxserve.server.server_state import ServerState
 from jaxserve.server.tools import (
     AnswerParser,
+    ForcedCall,
     ToolSet,
     constrain_calls,
     has_call_grammar,
@@ -32,6 +33,7 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]  # as chat templates take them; `encode_chat` checks them
     tools: ToolSet | None = None  # and how they may be called
+    call_form: StructuredOutputsParams | None = None  # of a named tool's call, which is the whole answer
     form: StructuredOutputsParams | None = None  # of an answer that is not forced to be a call
     params: Mapping[str, Any] = MappingProxyType({})  # sampling parameters by the names of `SamplingParams`
     template: str | None = None  # the body's own; None: the server's
@@ -88,7 +90,9 @@ def make_request(conversation: Conversation, state: ServerState, options: Mappin
     form, template = conversation.form, list_template_options(conversation, state)
     tool_parser, reasoning_parser = _choose_parsers(conversation, state)
     is_written = has_call_grammar(tool_parser)  # forced calls are in the model's format; else JSON
-    forced = tools.structured_outputs() if tools is not None and not is_written else None
+    forced = conversation.call_form
+    if forced is None and tools is not None and not is_written:
+        forced = tools.structured_outputs()
     if form is not None and tools is not None and tools.is_forced:
         raise InvalidRequestError("conflicts with tool_choice; give only one", field="structured_outputs", value=None)
     if tools is not None and forced is None:
@@ -111,6 +115,8 @@ def make_request(conversation: Conversation, state: ServerState, options: Mappin
 def make_parser(conversation: Conversation, request: Request, state: ServerState) -> AnswerParser:
     """Returns a parser for the text of one completion."""
     names, tools = _choose_parsers(conversation, state), conversation.tools
+    if conversation.call_form is not None and tools is not None and tools.named is not None:
+        return AnswerParser(tools=ForcedCall(tools.named), is_forced=True)
     continues, is_constrained = conversation.continue_final_message, conversation.form is not None
     begun = check_messages(conversation.messages[-1:])[0]["content"] if continues else None
     return make_answer_parser(*names, tools, prompt=request.prompt or "", begun=begun, is_constrained=is_constrained)

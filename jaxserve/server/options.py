@@ -126,6 +126,9 @@ class ServingOptions:
     default_chat_template_kwargs: str | None = option(None, "default variables of the template, as a JSON object")
     enable_auto_tool_choice: bool = option(True, "accept tool_choice auto, where the model decides")
     tool_call_parser: str = option("auto", "format of the model's tool calls; auto: detected from its template; none")
+    refuse_hosted_tools: bool = option(
+        False, "refuse requests with hosted tools (web_search, ...), which are left out of prompts otherwise"
+    )
     reasoning_parser: str | None = option(
         None,
         "format of the model's reasoning: deepseek_r1, deepseek_v3, glm45, minimax_m2, mistral, qwen3, openai_gptoss",

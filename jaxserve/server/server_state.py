@@ -82,6 +82,7 @@ class ServerState:
     probe: SingleFlight[str | None] = field(default_factory=lambda: SingleFlight(_PROBE_SECONDS))
     has_drained: bool = False  # the last request has ended and the process is exiting; live views stop
     bodies: BodyBudget = field(init=False)  # bytes of bodies being read and prepared
+    omitted_tools: set[str] = field(default_factory=set)  # types of hosted tools that the log has named
     fingerprint: str = ""  # `system_fingerprint` of answers: version and engine options
     preparation: Preparation = field(init=False)
     grammars: GrammarLane = field(init=False)

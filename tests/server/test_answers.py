@@ -193,7 +193,7 @@ def test_bodies_of_two_protocols_are_the_same_conversation() -> None:
         **more,
     )
     found = chat.read_conversation(one, make_state())
-    assert found == responses.read_conversation(other, make_state())
+    assert found == responses.ResponseReader().read(other, make_state())
     assert found.messages == messages and found.reasoning_effort == "low" and found.form is not None
     assert found.params == {**more, "max_tokens": 9, "output_kind": OutputKind.FINAL_ONLY}
 

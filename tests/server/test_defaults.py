@@ -54,7 +54,7 @@ def ask(endpoint: str, factory: RequestFactory, *, is_limit: bool, asked: int | 
         return make_request(chat.read_conversation(body, state), state, {}).params
     if endpoint == "responses":
         body = ResponseRequest(input="hi", max_output_tokens=asked, **more)
-        return make_request(responses.read_conversation(body, state), state, {}).params
+        return make_request(responses.ResponseReader().read(body, state), state, {}).params
     return completions.make_requests(CompletionRequest(prompt="hi", max_tokens=asked, **more), state, {})[0].params
 
 

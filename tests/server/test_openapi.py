@@ -44,6 +44,7 @@ CITY = {"name": "c", "schema": {"enum": ["Paris", "Rome"]}}
 FORM = {"type": "json_schema", "json_schema": CITY}
 TEXT = {"format": {"type": "json_schema", **CITY}}
 TOOLS = {"tools": [{"type": "function", "function": {"name": "now"}}], "tool_choice": "required"}
+ITEMS = {"tools": [{"type": "function", "name": "now"}, {"type": "custom", "name": "note"}], "tool_choice": "required"}
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +227,7 @@ RESPONSES = {
     "plain": {"input": "What is two plus two?", "temperature": 0, "max_output_tokens": 40},
     "cut": {"input": "What is two plus two?", "max_output_tokens": 2, "instructions": "Be brief.", "user": "u"},
     "form": {"input": "A city", "max_output_tokens": 9, "text": TEXT},
+    "calls": {"input": "A city", "max_output_tokens": 40, **ITEMS},
 }
 
 

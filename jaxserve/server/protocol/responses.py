@@ -18,6 +18,8 @@ from jaxserve.server.protocol.fields import (
     Texts,
 )
 
+HIDDEN_REASONING = "reasoning.encrypted_content"  # the value of `include` that is taken
+
 
 class TextFormat(Body):
     """The format of the answer."""
@@ -53,9 +55,19 @@ class ReasoningOptions(Body):
     effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
     refused: ClassVar[dict[str, str]] = {
         "summary": "the reasoning itself is given",
         "generate_summary": "the reasoning itself is given",
+        "context": "send only the items that the model should see",
+        "mode": "there is one",
+    }
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "summary": ("auto",),  # the best that there is: the reasoning itself, in the items' content
+        "generate_summary": ("auto",),
+        "context": ("auto", "all_turns"),
+        "mode": ("standard",),
     }
 
 
@@ -68,6 +80,7 @@ class ResponseRequest(SamplingFields):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: Labels | None = None  # without effect
+    client_metadata: dict[str, Any] | None = None  # without effect
     safety_identifier: str | None = None  # without effect
     prompt_cache_key: str | None = None  # without effect: prefixes are shared anyway
     truncation: Literal["auto", "disabled"] | None = None
@@ -96,9 +109,7 @@ class ResponseRequest(SamplingFields):
         "previous_response_id": "nothing is stored here; send the whole conversation as input",
         "conversation": "nothing is stored here; send the whole conversation as input",
         "prompt": "nothing is stored here; send the text as input",
-        "include": "leave it out",
-        "tools": "use /v1/chat/completions for tools",
-        "max_tool_calls": "use /v1/chat/completions for tools",
+        "max_tool_calls": "it bounds calls of hosted tools, and none runs here",
         "top_logprobs": "use /v1/chat/completions for log-probabilities",
         "access_programs": "there are none",
         "background_options": "nothing runs in the background here",

@@ -118,13 +118,14 @@ async def count_input_tokens(http: Request) -> JSONResponse:
     body = await read_body(http, ResponseRequest, state)
     state.check_model(body.model)
     responses.check_body(body)
-    with name_fields(responses.list_names(body)):
-        count = await state.preparation.run(_count_input, body, state)
+    reader = responses.ResponseReader()
+    with name_fields(reader.names):
+        count = await state.preparation.run(_count_input, body, state, reader)
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
-def _count_input(body: ResponseRequest, state: ServerState) -> int:
-    return count_prompt(responses.read_conversation(body, state), state)
+def _count_input(body: ResponseRequest, state: ServerState, reader: responses.ResponseReader) -> int:
+    return count_prompt(reader.read(body, state), state)
 
 
 def count_prompt(conversation: Conversation, state: ServerState) -> int:

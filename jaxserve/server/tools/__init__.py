@@ -12,12 +12,14 @@ from jaxserve.server.tools.answer_parser import (
     needs_special_tokens,
 )
 from jaxserve.server.tools.grammar import constrain_calls, has_call_grammar
+from jaxserve.server.tools.json_calls import ForcedCall
 from jaxserve.server.tools.spec import ToolSet, read_tools
 
 __all__ = [
     "REASONING_PARSERS",
     "TOOL_PARSERS",
     "AnswerParser",
+    "ForcedCall",
     "ToolSet",
     "constrain_calls",
     "guess_reasoning_parser",

@@ -26,6 +26,7 @@ BATCH_OPTIONS = (  # the server's options that matter without a socket
     "default_chat_template_kwargs",
     "enable_auto_tool_choice",
     "tool_call_parser",
+    "refuse_hosted_tools",
     "reasoning_parser",
 )
 
