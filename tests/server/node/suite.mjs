@@ -143,6 +143,24 @@ const tests = {
     assert.equal(deltas.join(""), answer.output_text);
   },
 
+  async "responses with tools, whole and as events"() {
+    const flat = [...tools.map((tool) => ({ type: "function", ...tool.function })), { type: "custom", name: "note" }];
+    const body = { model, input: "Paris?", temperature: 0, max_output_tokens: 80, tools: flat };
+    for (const tool_choice of [{ type: "function", name: "get_weather" }, { type: "custom", name: "note" }]) {
+      const [call] = (await client.responses.create({ ...body, tool_choice })).output;
+      const written = tool_choice.type === "function" ? "arguments" : "input";
+      assert.equal(call.name, tool_choice.name);
+      if (written === "arguments") checkWeather(call.arguments);
+      const stream = client.responses.stream({ ...body, tool_choice });
+      const deltas = [];
+      const event = written === "arguments" ? "function_call_arguments" : "custom_tool_call_input";
+      stream.on(`response.${event}.delta`, ({ delta }) => deltas.push(delta));
+      const [streamed] = (await stream.finalResponse()).output;
+      assert.equal(streamed[written], call[written]);
+      assert.equal(deltas.join(""), call[written]);
+    }
+  },
+
   async "embeddings"() {
     const input = ["Once upon a time", "The dog"];
     const packed = await client.embeddings.create({ model, input });
