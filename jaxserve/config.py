@@ -19,6 +19,7 @@ from jaxserve.errors import ConfigError, shorten
 from jaxserve.model_options import ModelOptions
 from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.parallel_options import NodeOptions, ParallelOptions, ReplicaOptions
+from jaxserve.pooling_options import PoolingOptions
 from jaxserve.scheduler_options import MIN_CHUNK, SchedulerOptions
 from jaxserve.speculative_config import SpeculativeConfig, read_speculative_config
 from jaxserve.vllm_options import drop_harmless
@@ -276,6 +277,7 @@ class EngineConfig:
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    pooling: PoolingOptions = field(default_factory=PoolingOptions)
     observability: ObservabilityOptions = field(default_factory=ObservabilityOptions)
 
     def __post_init__(self) -> None:

@@ -166,12 +166,12 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The embedding of a prompt: its last token's hidden state, normalised."""
+    """The embedding of a prompt (vLLM's names)."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    embedding: list[float]  # Euclidean norm 1
+    embedding: list[float]  # of Euclidean norm 1, unless the model's files say otherwise
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
 
     @property

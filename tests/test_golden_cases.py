@@ -14,7 +14,7 @@ MAX_BYTES = 10_000_000
 
 
 def test_manifest_lists_exactly_the_folders_on_disk() -> None:
-    folders = {path.name for path in GOLDENS.iterdir() if path.is_dir()}
+    folders = {path.name for path in GOLDENS.iterdir() if path.is_dir()} - {"encoders"}
     assert folders == set(read_manifest()["cases"]) == set(CASES)
 
 

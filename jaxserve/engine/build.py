@@ -194,6 +194,7 @@ def build_engine(
         eos_token_ids=(*shapes.model.eos_token_ids, *eos_token_ids),
         seed=shapes.config.model.seed,
         max_model_len=shapes.model.max_model_len,
+        reads_whole=shapes.model.reads_whole,
         max_logprobs=shapes.config.compile.max_logprobs,
         processor=processor,
     )

@@ -181,13 +181,14 @@ class LLM:
     ) -> list[EmbeddingOutput]:
         """Returns one embedding per prompt, in order.
 
-        An embedding is the float32 hidden state of the prompt's last token after the final norm, divided by its L2
-        norm: one value per dimension of the model.
+        How they are made is said by `pooler_config`, by the model's modules.json, or by its architecture, in this
+        order. A decoder's is the hidden state of the last token after the final norm, divided by its L2 norm.
 
         Args:
             prompts: as for `generate`.
             use_tqdm: as for `generate`.
-            truncate_prompt_tokens: keep only the last so many tokens of each prompt; -1: as many as fit.
+            truncate_prompt_tokens: keep only so many tokens of each prompt, -1: as many as fit. They are the last ones
+                or, where a text is read whole (an encoder, or the mean of all tokens), the first ones.
             arguments: those above, and others of vLLM's method, as for `generate`.
 
         Raises:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.runtime.host_memory import host_memory_bytes
-from jaxserve.core.runtime.memory import GIB, CachePlan, DeviceUse, cache_budget, device_memory_bytes
+from jaxserve.core.runtime.memory import GIB, CachePlan, DeviceUse, cache_budget, device_memory_bytes, format_bytes
 from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.core.runtime.startup import estimate_use, measure_use, plan_pools, require_room
 from jaxserve.core.runtime.weight_report import describe_weights
@@ -31,6 +31,12 @@ def describe_capacity(shapes: Shapes, plan: CachePlan) -> str:
     scheduler, longest = shapes.config.scheduler, shapes.model.max_model_len
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
     tokens = (plan.num_pages[0] - 1) * plan.page_size
+    if shapes.model.reads_whole:
+        return (
+            f"embeddings of {shapes.model.embedding_size:,} numbers; each text is computed whole, in one step; "
+            f"max_model_len {longest:,}; model in {shapes.model.dtype}; KV cache: {tokens:,} tokens in "
+            f"{plan.specs[0].dtype}, {format_bytes(plan.bytes_per_device)}; {scheduler.max_num_seqs} rows"
+        )
     whole = plan.count_sequences(shapes.model, scheduler.max_num_batched_tokens)
     users = min(whole, scheduler.max_num_seqs)
     return (

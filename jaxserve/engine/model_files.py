@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig
 from jaxserve.devices import load_jax
 from jaxserve.engine.generation_config import find_generation_config
+from jaxserve.engine.pooling import choose_pooling
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.model_options import DEMO_MODEL, ModelOptions
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from jaxserve.core.models.base import DecoderConfig
     from jaxserve.core.runtime.shapes import Shapes
     from jaxserve.core.weights import CheckpointUpdate
+    from jaxserve.core.weights.sentence_transformers import SentenceModules
     from jaxserve.tokenizers import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class ModelFiles:
     hf_config: dict[str, Any]
     generation_config: dict[str, Any]
     hub_id: str | None = None
+    modules: SentenceModules | None = None  # how embeddings are made, where the files say so
 
     def find_weights(self) -> Path:
         """Returns the directory with the weights, downloaded if missing. `path` must not be None."""
@@ -62,6 +65,7 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
     load_jax()
     from jaxserve.core.models.hf_config import override_config
     from jaxserve.core.weights import read_hf_config, refuse_foreign_folder, resolve_checkpoint
+    from jaxserve.core.weights.sentence_transformers import read_modules
     from jaxserve.families.registry import find_family
 
     try:
@@ -84,7 +88,7 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
     refuse_foreign_folder(path, need_weights=hub_id is None and options.load_format != "dummy")
     hf_config = override_config(read_hf_config(path), options.hf_overrides or {})
     find_family(hf_config)
-    return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id)
+    return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id, read_modules(path))
 
 
 def read_model(options: ModelOptions, files: ModelFiles, device_kind: str = "") -> DecoderConfig:
@@ -130,9 +134,9 @@ def resolve_model(
     from jaxserve.core.models.decoder import fit_devices
     from jaxserve.core.weights import untie_head
 
-    model = read_model(config.model, files, device_kind)
+    model = choose_pooling(read_model(config.model, files, device_kind), config.pooling, files.modules)
     max_model_len = config.model.max_model_len
-    model = model.with_max_model_len(model.default_max_model_len if max_model_len is None else max_model_len)
+    model = model.with_max_model_len(_choose_length(config, files, model) if max_model_len is None else max_model_len)
     if config.cache.kv_cache_dtype == "fp8":
         model = _add_kv_scales(config, files, model)
     parallel = config.parallel
@@ -144,6 +148,16 @@ def resolve_model(
     if not model.embedding.tied or files.path is None or config.model.load_format == "dummy" or not is_here:
         return model
     return untie_head(model, files.find_weights())
+
+
+def _choose_length(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> int:
+    """Returns the longest text where `max_model_len` is not given."""
+    limits = [model.default_max_model_len]
+    if files.modules is not None and files.modules.max_seq_length is not None and not model.generates:
+        limits.append(files.modules.max_seq_length)
+    if model.reads_whole and config.scheduler.max_num_batched_tokens is not None:
+        limits.append(config.scheduler.max_num_batched_tokens)
+    return min(limits)
 
 
 def _add_kv_scales(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> DecoderConfig:
@@ -170,7 +184,9 @@ def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer 
         return None
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer)
-    return load_tokenizer(files.path) if files.path is not None else None
+    if files.path is None:
+        return None
+    return load_tokenizer(files.path, lowercases=files.modules is not None and files.modules.lowercases)
 
 
 def load_params(

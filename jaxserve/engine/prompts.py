@@ -53,12 +53,13 @@ class RequestFactory:
         seed: int,
         max_model_len: int,
         max_logprobs: int,
+        reads_whole: bool = False,
         processor: LogitsProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
-        self._processor = processor
+        self._processor, self._reads_whole = processor, reads_whole
         self._grammars: GrammarCompiler | None = None  # made with the first grammar
         own = tokenizer.eos_token_ids if tokenizer is not None else ()
         self._eos_token_ids = tuple(dict.fromkeys((*own, *eos_token_ids)))
@@ -125,7 +126,8 @@ class RequestFactory:
         """Returns the request for a prompt's embedding; the arguments are those of `make`.
 
         Args:
-            truncate_prompt_tokens: keep only the last so many tokens; -1: as many as fit.
+            truncate_prompt_tokens: keep only so many tokens, -1: as many as fit: the last ones or, where texts are
+                read whole, the first ones.
 
         Raises:
             InvalidRequestError: names what is wrong.
@@ -188,7 +190,8 @@ class RequestFactory:
         if count is None:
             return text, token_ids
         most = self._max_model_len - (task is Task.GENERATE)
-        return None, token_ids[-(most if count < 0 else count) :]
+        most = most if count < 0 else count
+        return None, _keep_start(self._tokenizer, text, token_ids, most) if self._reads_whole else token_ids[-most:]
 
     @property
     def grammars(self) -> GrammarCompiler:
@@ -271,6 +274,15 @@ class RequestFactory:
         if not is_integer or not 0 <= token_id < self._vocab_size:
             message = f"must be token ids in [0, {self._vocab_size}), got {shorten(token_id)}"
             raise InvalidRequestError(message, field=field, value=token_id)
+
+
+def _keep_start(
+    tokenizer: Tokenizer | None, text: str | None, token_ids: tuple[int, ...], most: int
+) -> tuple[int, ...]:
+    """Returns the first tokens of a text, between those that the tokenizer puts around; of given ids the first ones."""
+    if text is None or tokenizer is None or len(token_ids) <= most:
+        return token_ids[:most]
+    return tuple(tokenizer.encode_start(text, most))
 
 
 def _check_options(prompt: Prompt, options: RequestOptions) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxserve.core.layers.moe import MoEConfig
-from jaxserve.core.models.base import PREDICTION_LAYER, CheckpointLayer, DecoderConfig, Family, LayerKind, Table
+from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.core.models.blocks import latent_layer
-from jaxserve.core.models.common import DECODER_KEYS, build_config, read_mlp, read_num_layers
+from jaxserve.core.models.common import DECODER_KEYS, PREDICTION_LAYER, build_config, read_mlp, read_num_layers
 from jaxserve.core.models.expert_parameters import moe_params
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.latent_attention import (

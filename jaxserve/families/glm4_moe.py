@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from jaxserve.core.models.base import PREDICTION_LAYER, CheckpointLayer, DecoderConfig, Family, LayerKind, Table
+from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import (
     DECODER_KEYS,
+    PREDICTION_LAYER,
     build_config,
     read_attention,
     read_mlp,

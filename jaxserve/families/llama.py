@@ -49,4 +49,5 @@ FAMILY = Family(
     pre_norm_layer,
     list_layer_params,
     ignored_keys=IGNORED_KEYS,
+    headless=("LlamaModel",),
 )

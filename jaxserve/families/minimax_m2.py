@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from jaxserve.core.models.base import (
-    THREE_PREDICTION_LAYERS,
     CheckpointLayer,
     DecoderConfig,
     Family,
@@ -11,7 +10,14 @@ from jaxserve.core.models.base import (
     Table,
 )
 from jaxserve.core.models.blocks import pre_norm_layer
-from jaxserve.core.models.common import DECODER_KEYS, build_config, read_attention, read_num_layers, read_rope
+from jaxserve.core.models.common import (
+    DECODER_KEYS,
+    THREE_PREDICTION_LAYERS,
+    build_config,
+    read_attention,
+    read_num_layers,
+    read_rope,
+)
 from jaxserve.core.models.expert_parameters import moe_params
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_count, read_experts

@@ -33,4 +33,6 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(config, "mistral", layers=(kind,) * read_num_layers(config))
 
 
-FAMILY = Family("mistral", "MistralForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params)
+FAMILY = Family(
+    "mistral", "MistralForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params, headless=("MistralModel",)
+)

@@ -48,4 +48,6 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(config, "qwen2", layers=read_layers(config, attention))
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params)
+FAMILY = Family(
+    "qwen2", "Qwen2ForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params, headless=("Qwen2Model",)
+)

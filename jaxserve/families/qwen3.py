@@ -18,4 +18,6 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_config(config, "qwen3", layers=qwen2.read_layers(config, attention))
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params)
+FAMILY = Family(
+    "qwen3", "Qwen3ForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params, headless=("Qwen3Model",)
+)

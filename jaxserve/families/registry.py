@@ -9,12 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.core.layers.attention import KVScales
-from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, ParamSpec, Table, WeightSource
+from jaxserve.core.models.base import (
+    CheckpointLayer,
+    DecoderConfig,
+    Family,
+    Parameter,
+    ParamSpec,
+    Table,
+    WeightSource,
+)
 from jaxserve.core.models.hf_config import QUANTIZATION_KEY, HFConfig
 from jaxserve.core.models.matrix_formats import MatrixFormat
-from jaxserve.core.models.parameters import kv_scale_params, trunk_params
+from jaxserve.core.models.parameters import dense_params, kv_scale_params, trunk_params
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.families import (
+    bert,
     cohere,
     cohere2,
     deepseek_v2,
@@ -43,6 +52,7 @@ from jaxserve.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    roberta,
     smollm3,
     starcoder2,
 )
@@ -86,6 +96,9 @@ FAMILIES: dict[str, Family] = {
         deepseek_v3.KIMI_FAMILY,
         glm4_moe_lite.FAMILY,
         mistral4.FAMILY,
+        bert.FAMILY,
+        roberta.FAMILY,
+        roberta.XLM_FAMILY,
     )
 }
 
@@ -112,7 +125,9 @@ def parse_config(hf_config: Mapping[str, object]) -> DecoderConfig:
     """
     family = find_family(hf_config)
     config = family.parse(HFConfig(hf_config, family.keys, (*family.ignored_keys, QUANTIZATION_KEY)))
-    return dataclasses.replace(config, quantization=read_quantization(hf_config, own=family.quantizations))
+    is_headless = hf_config.get("architectures") in [[name] for name in family.headless]
+    quantization = read_quantization(hf_config, own=family.quantizations)
+    return dataclasses.replace(config, quantization=quantization, only_pools=config.only_pools or is_headless)
 
 
 def find_family(hf_config: Mapping[str, object]) -> Family:
@@ -124,7 +139,7 @@ def find_family(hf_config: Mapping[str, object]) -> Family:
         raise ConfigError(f"must be a JSON object, not {shorten(hf_config)}", field="config.json", value=hf_config)
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures")
     if model_type is None:
-        found = [family for family in FAMILIES.values() if architectures == [family.architecture]]
+        found = [family for family in FAMILIES.values() if architectures in _list_architectures(family)]
         known = {family.architecture: family.model_type for family in FAMILIES.values()}
     else:
         found = [family for family in FAMILIES.values() if family.model_type == model_type]
@@ -132,11 +147,16 @@ def find_family(hf_config: Mapping[str, object]) -> Family:
     if not found:
         field, value = ("architectures", architectures) if model_type is None else ("model_type", model_type)
         raise _unsupported(hf_config, field, value, known)
-    if architectures and architectures != [found[0].architecture]:
-        of_type = {found[0].architecture: found[0].architecture}
+    if architectures and architectures not in _list_architectures(found[0]):
+        of_type = {name: name for (name,) in _list_architectures(found[0])}
         raise _unsupported(hf_config, "architectures", architectures, of_type)
     read_quantization(hf_config, own=found[0].quantizations)
     return found[0]
+
+
+def _list_architectures(family: Family) -> list[list[str]]:
+    """Returns the values of `architectures` that are read as a family."""
+    return [[name] for name in (family.architecture, *family.headless)]
 
 
 def _unsupported(hf_config: Mapping[str, object], field: str, value: object, known: dict[str, str]) -> ConfigError:
@@ -157,7 +177,28 @@ def list_params(config: DecoderConfig) -> Table:
         layer = CheckpointLayer(config, index, f"{family.trunk.layers}.{index}")
         params = family.table(layer) | kv_scale_params(layer)
         table |= {f"layers.{index}.{name}": parameter for name, parameter in params.items()}
-    return table if config.quantization is None else quantize_table(table, config.quantization)
+    table = table if config.quantization is None else quantize_table(table, config.quantization)
+    if family.headless:
+        around = f"{family.trunk.embed.partition('.')[0]}."
+        table = {name: _allow_bare(parameter, around) for name, parameter in table.items()}
+    return table | dense_params(config)
+
+
+def _allow_bare(parameter: Parameter, around: str) -> Parameter:
+    """Returns a parameter whose tensors may have names without the module around all."""
+    source = parameter.source
+    return dataclasses.replace(parameter, source=_add_form(source, _strip(source, around)))
+
+
+def _strip(source: WeightSource, around: str) -> WeightSource:
+    other = None if source.otherwise is None else _strip(source.otherwise, around)
+    names = tuple(name.removeprefix(around) for name in source.names)
+    return dataclasses.replace(source, names=names, otherwise=other)
+
+
+def _add_form(source: WeightSource, form: WeightSource) -> WeightSource:
+    other = form if source.otherwise is None else _add_form(source.otherwise, form)
+    return dataclasses.replace(source, otherwise=other)
 
 
 def list_schemes(config: DecoderConfig) -> dict[str, tuple[ParamSpec, MatrixFormat]]:
@@ -218,4 +259,7 @@ def ignored_weights(config: DecoderConfig) -> tuple[str, ...]:
     unread = "kv" if attention.kv_scales is None else "" if attention.latent is None else "v"
     if unread:
         patterns += tuple(rf".*\.{re.escape(name).replace(r'\{part\}', f'[{unread}]')}" for name in KV_SCALE_NAMES)
-    return (*patterns, rf"{re.escape(family.trunk.head)}\.weight") if config.embedding.tied else patterns
+    if not config.pooler.denses:
+        patterns += (r".*/.*",)  # of a pooler that is not used
+    has_own_head = config.generates and not config.embedding.tied
+    return patterns if has_own_head else (*patterns, rf"{re.escape(family.trunk.head)}\.weight")

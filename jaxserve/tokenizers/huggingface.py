@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 _FLAG_CLASSES = frozenset({"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"})
 
 
-def load_huggingface(path: Path) -> HuggingFaceTokenizer:
-    """Returns the tokenizer of a `tokenizer.json` and the JSON files beside it.
+def load_huggingface(path: Path, *, lowercases: bool = False) -> HuggingFaceTokenizer:
+    """Returns the tokenizer of a `tokenizer.json` and the JSON files beside it; `lowercases` as for `load_tokenizer`.
 
     Raises:
         TokenizerError: a file is missing, truncated or malformed, or the files contradict each other.
     """
     from tokenizers import Tokenizer as Library
+    from tokenizers import normalizers
 
     text = read_text(path, MAX_TOKENIZER_BYTES)
     if text is None:
@@ -55,6 +56,9 @@ def load_huggingface(path: Path) -> HuggingFaceTokenizer:
         library = Library.from_str(text)
         library.no_truncation()  # settings left from training, which transformers ignores as well
         library.no_padding()
+        if lowercases:
+            own = [] if library.normalizer is None else [library.normalizer]
+            library.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
         return wrap_library(library, content, path)
 
 

@@ -11,12 +11,13 @@ _WHAT_WORKS = "a tokenizer.json, or one sentencepiece .model file (tokenizer.mod
 _TIKTOKEN = "tiktoken.model"
 
 
-def load_tokenizer(path: str | Path) -> TransformersTokenizer:
+def load_tokenizer(path: str | Path, *, lowercases: bool = False) -> TransformersTokenizer:
     """Returns the tokenizer of a checkpoint.
 
     Args:
         path: a checkpoint's directory (tokenizer.json is preferred, then tokenizer.model, then a single other .model
             file, which may be Kimi's tiktoken.model), or one of these files. The JSON files beside it are read as well.
+        lowercases: texts are written in small letters first. Only a tokenizer.json can do that.
 
     Raises:
         TokenizerError: there is no tokenizer, or a file is truncated or malformed; the message names the file and
@@ -26,7 +27,9 @@ def load_tokenizer(path: str | Path) -> TransformersTokenizer:
     if file.suffix == ".json":
         from jaxserve.tokenizers.huggingface import load_huggingface
 
-        return load_huggingface(file)
+        return load_huggingface(file, lowercases=lowercases)
+    if lowercases:
+        raise TokenizerError("do_lower_case needs a tokenizer.json; save the tokenizer as one", field=str(file))
     if file.name == _TIKTOKEN:
         from jaxserve.tokenizers.tiktoken import load_tiktoken
 

@@ -48,6 +48,14 @@ class Tokenizer(ABC):
         ids = self._encode(require_text(text, "prompt"), allow_special, escape)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
+    def encode_start(self, text: str, most: int) -> list[int]:
+        """Returns at most so many ids: those of the text's start, between those that `encode` puts around.
+
+        Raises InvalidRequestError as `encode` does.
+        """
+        ids = self._encode(require_text(text, "prompt"), allow_special=False, escape="")
+        return [*self._prefix, *ids[: max(most - len(self._prefix) - len(self._suffix), 0)], *self._suffix]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Returns the text of ids: what a new stream gives for them.
 

@@ -14,6 +14,7 @@ FLOORS = {
     "jaxserve.vllm_names": "F1.2",
     "jaxserve.model_options": "F1.2",
     "jaxserve.parallel_options": "F1.2",
+    "jaxserve.pooling_options": "F1.2",
     "jaxserve.scheduler_options": "F1.2",
     "jaxserve.config": "F1.3",
     "jaxserve.option_flags": "F1.3",

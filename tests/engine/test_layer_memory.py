@@ -194,7 +194,12 @@ def test_an_embedding_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyP
         (ENCODER, {"kv_offloading_size": 0.01}, "kv_offloading_size", "computes each text whole"),
         (ENCODER, {"max_decode_steps": 4}, "max_decode_steps", "leave it out"),
         (ENCODER, {"deterministic": True}, "deterministic", "leave it out"),
-        (ENCODER, {"max_num_batched_tokens": 48, "precompile_token_paddings": [48]}, "max_model_len", "and that is 48"),
+        (
+            ENCODER,
+            {"max_num_batched_tokens": 48, "precompile_token_paddings": [48], "max_model_len": 49},
+            "max_model_len",
+            "and that is 48",
+        ),
         (("gate", "recurrence"), {}, "model", "no layer of toy keeps keys and values in pages"),
     ],
 )

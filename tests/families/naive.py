@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from jaxserve.core.layers.stack import StackMode, stack_params, stack_specs
 from jaxserve.core.models.base import DecoderConfig, ParamSpec, WeightSource
-from jaxserve.core.models.decoder import compute_logits, forward
+from jaxserve.core.models.decoder import compute_logits, forward, normalize_last
 from jaxserve.core.runtime.memory import plan_cache
 from jaxserve.core.sharding import DEFAULT_RULES, KV_POOL_AXES
 from jaxserve.families.registry import param_specs, weight_sources
@@ -114,6 +114,7 @@ class NaiveRunner:
                 dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads // devices),
                 config.dtype,
                 group.window,
+                causal=group.memory.causal,
             )
             for group, spec in zip(config.kv_groups, specs, strict=True)
         ]
@@ -130,14 +131,18 @@ class NaiveRunner:
             }
             batches = tuple(prepare_batch(shape=shape, **rows) for shape in shapes)
             hidden, cache, _ = forward(config, params, token_ids, cache, batches, layout=plan.layout, mesh=mesh)
-            return compute_logits(config, params, hidden), cache
+            finish = compute_logits if config.generates else normalize_last
+            return finish(config, params, hidden), cache
 
         self.step = jax.jit(
             step, compiler_options={"xla_backend_optimization_level": 0}
         )  # compiling is what takes time
 
     def run(self, rows: Sequence[Sequence[int]], pad_to: int | None = None) -> list[np.ndarray]:
-        """Appends tokens to every row and returns each row's logits [len(row), V]; padding holds odd tokens."""
+        """Appends tokens to every row and returns each row's logits [len(row), V]; padding holds odd tokens.
+
+        Of a model without a head it returns the hidden states [len(row), D].
+        """
         lengths = [len(row) for row in rows]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         ids = np.full(pad_to or starts[-1], self.config.vocab_size - 1, np.int32)

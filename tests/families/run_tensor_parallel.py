@@ -43,7 +43,9 @@ GEMMA4 |= {"max_position_embeddings": 64, "global_head_dim": 24, "num_hidden_lay
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": True}
 GEMMA4 |= {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
 GEMMA4_EXPERTS = GEMMA4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}
+ENCODER = {key: value for key, value in LLAMA.items() if key != "head_dim"} | {"model_type": "bert"}
 CASES = {
+    "encoder": (ENCODER, "stacked"),
     "llama": (LLAMA | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, "unrolled"),
     "one_kv_head_odd_vocabulary": (
         LLAMA | {"num_key_value_heads": 1, "attention_bias": True, "vocab_size": 131},

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from jaxserve.core.layers.pooling import LAST
 from jaxserve.errors import QueueFullError
 from jaxserve.request import Request
 from jaxserve.server.app import make_app
@@ -27,7 +28,7 @@ PATH = "/v1/embeddings"
 @contextmanager
 def serve_embeddings(queued: int | None = 4 * ROWS) -> Iterator[Served]:
     with serve(rows=ROWS, queue=(queued, None)) as served:
-        served.llm.ready.shapes.model = SimpleNamespace(hidden_size=2, vocab_size=1009)  # type: ignore[misc]
+        served.llm.ready.shapes.model = SimpleNamespace(embedding_size=2, pooler=LAST, vocab_size=1009)  # type: ignore[misc]
         yield served
 
 

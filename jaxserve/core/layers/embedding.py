@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.context import StepContext
 from jaxserve.core.layers.linear import Leaf, linear
+from jaxserve.core.layers.norm import NormConfig, normalize
+
+
+@dataclass(frozen=True)
+class AddedEmbeddings:
+    """What encoders add to the embedding of a token, in front of a norm: its position's, and its type's.
+
+    The first position of a text is row `first_position` of `num_positions`. All tokens are of type 0 of `num_types`.
+    """
+
+    num_positions: int
+    first_position: int
+    num_types: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,7 @@ class EmbeddingConfig:
     logit_scale: float | None = None
     softcap: float | None = None
     shard_vocab: bool = True
+    added: AddedEmbeddings | None = None
 
     @property
     def head(self) -> str:
@@ -37,6 +53,21 @@ def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"
     table = leaf["weight"]
     rows = table.at[token_ids].get(mode="clip", wrap_negative_indices=False)
     return rows if config.scale is None else rows * jnp.asarray(config.scale, table.dtype)
+
+
+def add_embeddings(
+    config: AddedEmbeddings,
+    norm: NormConfig,
+    params: Mapping[str, Any],
+    x: Float[Array, "T D"],
+    positions: Int[Array, " T"],
+) -> Float[Array, "T D"]:
+    """Returns `x` plus the rows of `embed_positions` [P, D] and `embed_types` [types, D], behind `embed_norm`."""
+    table = params["embed_positions"]["weight"]
+    x = x + table.at[positions + config.first_position].get(mode="clip", wrap_negative_indices=False)
+    if config.num_types:
+        x = x + params["embed_types"]["weight"][0]
+    return normalize(norm, params["embed_norm"], x)
 
 
 def project_to_vocab(

@@ -21,6 +21,7 @@ from jaxserve.core.layers.memory import LayerMemory, Mixer, PagedKV, RecurrentSt
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.moe import MoEConfig
 from jaxserve.core.layers.norm import NormConfig
+from jaxserve.core.layers.pooling import LAST, PoolerConfig
 from jaxserve.core.layers.rope import RopeConfig
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.matrix_formats import Quantization
@@ -153,7 +154,8 @@ class DecoderConfig:
     `family` is the `model_type` whose file has the layer and names the weights.
     `residual_scale` multiplies the output of each block. `parallel`: both blocks of a layer read its input.
     `quantization` says which matrices have few bits. `layer_input_size` numbers of each token go to each layer, beside
-    the residual stream (core/layers/layer_inputs.py). `few_rows` is that of `StepContext`.
+    the residual stream (core/layers/layer_inputs.py). `few_rows` is that of `StepContext`. `pooler` makes embeddings;
+    with `only_pools` the model makes nothing else, and has no head. `final_norm`: whether a norm follows the layers.
     """
 
     family: str
@@ -170,6 +172,9 @@ class DecoderConfig:
     quantization: Quantization | None = None
     layer_input_size: int | None = None
     few_rows: int = 0
+    final_norm: bool = True
+    pooler: PoolerConfig = LAST
+    only_pools: bool = False
 
     @property
     def products(self) -> QuantizedProducts:
@@ -209,12 +214,28 @@ class DecoderConfig:
     @property
     def shares_prefixes(self) -> bool:
         """Whether texts that begin alike may share what layers keep."""
-        return self.causal and not self.states
+        return not self.reads_whole and not self.states
 
     @property
     def causal(self) -> bool:
-        """Whether tokens see only those before them. If not, texts are computed whole, and the model generates none."""
+        """Whether tokens see only those before them."""
         return all(kind.mixer.causal for kind in self.layers)
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether texts are computed whole, in one step: tokens see later ones, or all are pooled."""
+        return not self.causal or self.pooler.needs_every_token
+
+    @property
+    def generates(self) -> bool:
+        """Whether requests may ask for answers. If not, no step samples, and none computes logits."""
+        return self.causal and not self.only_pools
+
+    @property
+    def embedding_size(self) -> int:
+        """The numbers of an embedding (E)."""
+        size = self.pooler.denses[-1].out_size if self.pooler.denses else self.hidden_size
+        return min(size, self.pooler.dimensions or size)
 
     @property
     def has_experts(self) -> bool:
@@ -351,13 +372,6 @@ Layer = Callable[[DecoderConfig, LayerKind, Leaves, Stream, LayerContext], tuple
 """One layer; returns the residual stream, and `LayerContext.pool` with what it keeps of the step."""
 
 
-PREDICTION_LAYER = (r"model\.layers\.{num_layers}\..*",)
-"""`Family.ignored_weights` of families whose files have one more layer, which predicts several tokens."""
-
-THREE_PREDICTION_LAYERS = tuple(rf"model\.layers\.{{num_layers+{index}}}\..*" for index in range(3))
-"""The same with three more layers."""
-
-
 @dataclass(frozen=True)
 class Family:
     """One model family: how to read its config.json, its layer, and its parameters.
@@ -366,7 +380,8 @@ class Family:
     one; `ignored_keys` are keys in files that the reference does not read. `table` returns the parameters of one layer.
     `ignored_weights` are patterns of tensors that a decoder does not need, in which {num_layers} stands for their
     number, and {num_layers+1} for one more. `quantizations` are the methods that only its files are quantized with.
-    `fits_float16`: its activations stay within float16's range.
+    `fits_float16`: its activations stay within float16's range. `headless` are architectures that are read as this one
+    and only make embeddings. Their files may name tensors without the module around all (`model.`).
     """
 
     model_type: str
@@ -380,3 +395,4 @@ class Family:
     ignored_weights: tuple[str, ...] = ()
     quantizations: tuple[str, ...] = ()
     fits_float16: bool = True
+    headless: tuple[str, ...] = ()

@@ -41,6 +41,12 @@ def omit(keys: dict[str, object], *names: str) -> dict[str, object]:
     return {key: value for key, value in keys.items() if key not in names}
 
 
+PREDICTION_LAYER = (r"model\.layers\.{num_layers}\..*",)
+"""`Family.ignored_weights` of families whose files have one more layer, which predicts several tokens."""
+
+THREE_PREDICTION_LAYERS = tuple(rf"model\.layers\.{{num_layers+{index}}}\..*" for index in range(3))
+"""The same with three more layers."""
+
 _MAX_LAYERS = 1024
 _LEAST_EPS = 2.0**-126  # float32's smallest normal number, negligible beside any mean square above 1e-31
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.context import LayerContext, StateSlots
-from jaxserve.core.layers.embedding import embed_tokens, project_to_vocab
+from jaxserve.core.layers.embedding import add_embeddings, embed_tokens, project_to_vocab
 from jaxserve.core.layers.layer_inputs import make_layer_inputs
 from jaxserve.core.layers.moe import MoEConfig
 from jaxserve.core.layers.norm import normalize
@@ -85,6 +85,8 @@ def forward(
     """
     layer = FAMILIES[config.family].layer
     x = embed_tokens(config.embedding, params["embed"], token_ids)
+    if config.embedding.added is not None:
+        x = add_embeddings(config.embedding.added, config.norm, params, x, batches[0].positions)
     captured, written = [], list(pools)
     inputs = make_layer_inputs(config.layer_input_size, config.norm, params.get("layer_inputs"), token_ids, x)
     contexts = list_contexts(config, batches, layout, mesh, only_stores=only_stores)
@@ -128,8 +130,15 @@ def compute_logits(
     config: DecoderConfig, params: Mapping[str, Any], hidden: Float[Array, "S D"]
 ) -> Float[Array, "S V"]:
     """Returns float32 logits of rows of `forward`'s hidden states: final norm, head (tied or not), soft cap."""
-    normed = normalize(config.norm, params.get("final_norm"), hidden)
+    normed = normalize_last(config, params, hidden)
     return project_to_vocab(config.local, config.embedding, params[config.embedding.head], normed)
+
+
+def normalize_last(
+    config: DecoderConfig, params: Mapping[str, Any], hidden: Float[Array, "S D"]
+) -> Float[Array, "S D"]:
+    """Returns rows of `forward`'s hidden states behind the final norm, which encoders do not have."""
+    return normalize(config.norm, params.get("final_norm"), hidden) if config.final_norm else hidden
 
 
 def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_parallel: bool = False) -> DecoderConfig:

@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 
 from jaxserve.core.layers.attention import AttentionConfig
+from jaxserve.core.layers.embedding import AddedEmbeddings
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.models.base import (
     CheckpointLayer,
@@ -41,21 +42,47 @@ from jaxserve.core.models.layouts import (
 )
 from jaxserve.core.sharding import Axes
 
+_SELF_ATTENTION = {part: f"self_attn.{part}_proj" for part in "qkvo"}
+
 
 def trunk_params(config: DecoderConfig, trunk: Trunk) -> Table:
-    """Returns `embed`, `final_norm` and, unless it is tied, `lm_head`."""
+    """Returns `embed` and, where the model has them, `final_norm`, `lm_head` and the other embeddings."""
     shape = (config.vocab_size, config.hidden_size)
     spec = ParamSpec(shape, config.dtype, ("vocab" if config.embedding.shard_vocab else None, None), "normal")
     head = f"{trunk.head}.weight"
     source = _plain_source(f"{trunk.embed}.weight", shape)
-    table = {
-        "embed.weight": Parameter(spec, dataclasses.replace(source, copy=head) if config.embedding.tied else source)
-    }
+    has_copy = config.embedding.tied and config.generates
+    table = {"embed.weight": Parameter(spec, dataclasses.replace(source, copy=head) if has_copy else source)}
     if config.layer_input_size is not None:
         table |= _layer_input_params(config, trunk, config.layer_input_size)
-    if not config.embedding.tied:
+    if not config.embedding.tied and config.generates:
         table["lm_head.weight"] = Parameter(spec, _plain_source(head, shape))
-    return table | _norm_params(config, "final_norm", trunk.final_norm)
+    if config.embedding.added is not None:
+        table |= _added_params(config, config.embedding.added, trunk.embed.rpartition(".")[0])
+    return table | _norm_params(config, "final_norm", trunk.final_norm) if config.final_norm else table
+
+
+def dense_params(config: DecoderConfig) -> Table:
+    """Returns the projections of the pooler. Their tensors are in folders, whose names are in front of theirs."""
+    table: Table = {}
+    for index, dense in enumerate(config.pooler.denses):
+        module, shape = {f"{dense.folder}/linear": dense.out_size}, (dense.in_size, dense.out_size)
+        found = linear_params(config, f"dense_{index}", module, shape, (None, None), transpose, bias=dense.bias)
+        table |= {
+            name: dataclasses.replace(each, spec=dataclasses.replace(each.spec, dtype="float32"))
+            for name, each in found.items()
+        }
+    return table
+
+
+def _added_params(config: DecoderConfig, added: AddedEmbeddings, parent: str) -> Table:
+    """Returns the embeddings of positions and types, and the norm of the sum."""
+    table = wide_norm_params(config, "embed_norm", f"{parent}.LayerNorm", config.hidden_size)
+    for name, rows in (("position", added.num_positions), ("type", added.num_types)):
+        if rows:
+            module = f"{parent}.{'token_' * (name == 'type')}{name}_embeddings"
+            table |= vocab_params(config, f"embed_{name}s", module, (rows, config.hidden_size), shard_vocab=False)
+    return table
 
 
 def _layer_input_params(config: DecoderConfig, trunk: Trunk, size: int) -> Table:
@@ -104,17 +131,23 @@ def pre_norm_params(layer: CheckpointLayer) -> Table:
     return norm_params(layer, {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 
 
-def attention_params(layer: CheckpointLayer, *, interleaved: bool = False, input_size: int | None = None) -> Table:
-    """Returns `qkv` and `o` from q_proj, k_proj, v_proj and o_proj, and the norms of q and k if there are any.
+def attention_params(
+    layer: CheckpointLayer,
+    *,
+    interleaved: bool = False,
+    input_size: int | None = None,
+    modules: Mapping[str, str] = _SELF_ATTENTION,
+) -> Table:
+    """Returns `qkv` and `o` from the `modules` of q, k, v and o, and the norms of q and k if there are any.
 
     `interleaved`: the checkpoint's heads rotate interleaved pairs of dimensions. `input_size`: what q, k and v are
     projected from, if not D.
     """
     attention, rope = layer.kind.attention, layer.kind.rope
     order = order_halves(rope.rotary_dim, attention.head_dim) if interleaved and rope is not None else None
-    modules = {layer.tensor(f"self_attn.{part}_proj"): rows for part, rows in count_rows(attention).items()}
-    table = _qkv_params(layer, modules, partial(fuse_qkv, attention, order), input_size)
-    table |= _output_params(layer, "self_attn.o_proj")
+    rows = {layer.tensor(modules[part]): count for part, count in count_rows(attention).items()}
+    table = _qkv_params(layer, rows, partial(fuse_qkv, attention, order), input_size)
+    table |= _output_params(layer, modules["o"])
     return table | _qk_norm_params(layer, order) if attention.qk_norm is not None else table
 
 

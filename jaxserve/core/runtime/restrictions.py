@@ -12,8 +12,11 @@ from jaxserve.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-def restrict_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
-    """Returns the resolved options as they hold for a model: without a prefix cache where prefixes cannot be shared.
+def restrict_options(config: EngineConfig, model: DecoderConfig, platform: str) -> EngineConfig:
+    """Returns the resolved options as they hold for a model on a platform.
+
+    Where prefixes cannot be shared there is no prefix cache. Where texts are computed whole, a step has room for the
+    longest one unless `max_num_batched_tokens` says otherwise.
 
     Raises:
         ConfigError: an option means nothing for the model, or the longest text does not fit a step as it must.
@@ -21,31 +24,39 @@ def restrict_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig
     if not model.kv_groups:
         message = f"no layer of {model.family} keeps keys and values in pages; such models are not served"
         raise ConfigError(message, field="model")
-    if model.shares_prefixes:
+    if model.reads_whole:
+        config = _make_room(config, model, platform)
+    config = config.resolve(platform)
+    if model.shares_prefixes and model.generates:
         return config
-    reason = "keeps a recurrent state" if model.causal else "computes each text whole, in one step"
-    given = [
-        ("speculative_config", config.speculation.speculative_config, None),
-        ("kv_offloading_size", config.cache.kv_offloading_size, None),
-    ]
-    if not model.causal:
-        _require_whole_texts(config, model)
+    reason = "makes embeddings only"
+    given: list[tuple[str, object, object]] = [("speculative_config", config.speculation.speculative_config, None)]
+    if not model.shares_prefixes:
+        reason = "computes each text whole, in one step" if model.reads_whole else "keeps a recurrent state"
+        given.append(("kv_offloading_size", config.cache.kv_offloading_size, None))
+    if not model.generates:
         given.append(("max_decode_steps", config.scheduler.max_decode_steps, 1))
         given.append(("deterministic", config.scheduler.deterministic, False))
     for field, value, unset in given:
         if value != unset:
             raise ConfigError(f"is not for {model.family}, which {reason}; leave it out", field=field, value=value)
+    if model.shares_prefixes:
+        return config
     if config.cache.enable_prefix_caching:
         _log.info("prefix caching is off: %s %s", model.family, reason)
     return replace(config, cache=replace(config.cache, enable_prefix_caching=False))
 
 
-def _require_whole_texts(config: EngineConfig, model: DecoderConfig) -> None:
+def _make_room(config: EngineConfig, model: DecoderConfig, platform: str) -> EngineConfig:
+    """Returns options whose steps hold the longest text; ConfigError if those that were given do not."""
     budget = config.scheduler.max_num_batched_tokens
-    assert budget is not None
+    if budget is None:
+        budget = max(model.max_model_len, config.resolve(platform).scheduler.max_num_batched_tokens or 0)
+        return replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=budget))
     if model.max_model_len > budget:
         message = (
             f"{model.family} computes each text whole, in one step: max_model_len={model.max_model_len} needs "
             f"max_num_batched_tokens of at least as much, and that is {budget}; lower the one or raise the other"
         )
         raise ConfigError(message, field="max_model_len", value=model.max_model_len)
+    return config

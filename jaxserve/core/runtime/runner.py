@@ -18,7 +18,7 @@ from jaxserve.core.runtime.params import WeightWriter
 from jaxserve.core.runtime.programs import Programs, call_program
 from jaxserve.core.runtime.protocol import ParamUpdates
 from jaxserve.core.runtime.rows import RowMirror, SampleVariant
-from jaxserve.core.runtime.step import head_params
+from jaxserve.core.runtime.step import embedding_params, head_params
 from jaxserve.core.runtime.step_arrays import HiddenStates, SampledTokens, SelectedLines
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.runtime.step_future import StepFuture
@@ -279,7 +279,7 @@ class ModelRunner:
         return call_program(program, head_params(self.params), hidden.every, targets)
 
     def _embed(self, bucket: Bucket, hidden: HiddenStates) -> Any:
-        return self.device.programs.get("embed", bucket.rows)(self.params.get("final_norm"), hidden.last)
+        return self.device.programs.get("embed", bucket.rows)(embedding_params(self.params), hidden.last)
 
     def _wants_embeddings(self, plan: StepPlan) -> bool:
         return any(chunk.is_last and self._mirror.wants_embedding(chunk.row) for chunk in plan.chunks)

@@ -63,8 +63,8 @@ class Sizes:
 
     @property
     def generates(self) -> bool:
-        """Whether requests may ask for answers. If not, no step samples, and none computes logits."""
-        return self.model.causal
+        """See `DecoderConfig.generates`."""
+        return self.model.generates
 
     @property
     def calls_library(self) -> bool:
@@ -133,7 +133,7 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
         ConfigError: the options do not fit together or the attention implementation cannot run here.
     """
     platform = name_platform(platform)
-    config = restrict_options(config.resolve(platform), model)
+    config = restrict_options(config, model, platform)
     scheduler, page_size = config.scheduler, config.cache.page_size
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens and page_size
     sizes = config.compile.precompile_bs_paddings, config.compile.precompile_token_paddings

@@ -66,7 +66,7 @@ def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None =
         max_chunk=scheduler.max_num_batched_tokens,
         num_devices=shapes.num_devices,
         budget=budget if cache.kv_cache_memory_bytes is None else cache.kv_cache_memory_bytes,
-        max_sequences=scheduler.max_num_seqs if shapes.platform == "cpu" else None,
+        max_sequences=_limit_sequences(shapes),
         override=cache.num_kv_pages_override,
         num_pages=num_pages,
         attached=shapes.attached_pages,
@@ -74,6 +74,19 @@ def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None =
     if scheduler.deterministic:
         plan.require_whole(shapes.model, scheduler.max_num_batched_tokens)
     return plan
+
+
+def _limit_sequences(shapes: Shapes) -> int | None:
+    """Returns how many sequences of `max_model_len` the pools hold at most, None for any number.
+
+    Where texts are computed whole, nothing stays behind a step: the pools hold two steps, as these overlap.
+    """
+    scheduler, longest = shapes.config.scheduler, shapes.model.max_model_len
+    assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
+    if shapes.model.reads_whole:
+        slots = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * shapes.page_size
+        return -(-2 * slots // longest)
+    return scheduler.max_num_seqs if shapes.platform == "cpu" else None
 
 
 def measure_use(
@@ -149,7 +162,7 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     size = jnp.dtype(shapes.model.dtype).itemsize
     lines = max(shapes.buckets.largest.rows, *(rows * width for rows, width in shapes.buckets.verify_sizes), 0)
     logits = shapes.model.vocab_size if shapes.generates else 0
-    selected = lines * (4 * logits + size * shapes.model.hidden_size)
+    selected = lines * (4 * logits + (size if shapes.generates else 4) * shapes.model.hidden_size)
     selected += _count_bytes([each.handed_specs(lines) for each in shapes.features])
     params = params_bytes(param_specs(shapes.model), shapes.num_devices, shapes.platform)
     return DeviceUse(

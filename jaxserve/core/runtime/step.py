@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.core.layers.linear import Leaf
-from jaxserve.core.layers.norm import normalize
+from jaxserve.core.layers.pooling import finish_rows, pool_rows
 from jaxserve.core.layers.recurrent import choose_slots
-from jaxserve.core.models.decoder import compute_logits
+from jaxserve.core.models.decoder import compute_logits, normalize_last
 from jaxserve.core.models.decoder import forward as run_layers
 from jaxserve.core.runtime.batches import bound_pages, prepare_batches
 from jaxserve.core.runtime.buckets import Bucket
@@ -38,8 +37,6 @@ from jaxserve.core.sampling import (
     gather_logprobs,
     gather_prompt_logprobs,
 )
-
-_LEAST_LENGTH = 1e-12  # an embedding is divided by at least this: zeros stay zeros
 
 
 def forward(
@@ -103,8 +100,13 @@ def run_forward(
         aux_layers=model.aux_layers,
     )
     ends = jnp.maximum(inputs.query_start_loc[1:] - 1, 0)
-    last = hidden if bucket.width > 1 else hidden[ends]
-    logits = compute_logits(model.config, params, last) if model.generates else None
+    if model.generates:
+        last = hidden if bucket.width > 1 else hidden[ends]
+        logits = compute_logits(model.config, params, last)
+    else:
+        normalize = partial(normalize_last, model.config, params)
+        last = pool_rows(model.config.pooler.pooling_type, normalize, hidden, inputs.query_start_loc)
+        logits = None
     lines = RowLines.join(inputs.row_ids, inputs.is_sampled, inputs.sampling)
     states = HiddenStates(last, hidden if bucket.is_mixed and model.generates else None)
     rows = replace(rows, page_table=page_table)
@@ -146,10 +148,16 @@ def compute_prompt_logprobs(
     return gather_prompt_logprobs(hidden, logits, targets, max_logprobs, vocab_size=model.config.vocab_size)
 
 
-def pool_last(norm: Leaf, last: Float[Array, "S D"], *, model: StepModel) -> Float[Array, "S D"]:
-    """Returns the rows' embeddings, f32 of length 1: the last token's hidden state after the final norm."""
-    pooled = normalize(model.config.norm, norm, last).astype(jnp.float32)
-    return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=1, keepdims=True), _LEAST_LENGTH)
+def embed(params: Any, last: Float[Array, "S D"], *, model: StepModel) -> Float[Array, "S E"]:
+    """Returns the rows' embeddings, f32, of `HiddenStates.last`; `params` are those of `embedding_params`."""
+    if model.generates:
+        last = normalize_last(model.config, params, last).astype(jnp.float32)
+    return finish_rows(model.config.pooler, params, last)
+
+
+def embedding_params(params: Any) -> dict[str, Any]:
+    """Returns the parameters that embeddings need of a model whose hidden states are known."""
+    return {name: leaf for name, leaf in params.items() if name == "final_norm" or name.startswith("dense_")}
 
 
 def head_params(params: Any) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from jaxserve.core.runtime.step import (
     compute_prompt_logprobs,
     compute_step_logprobs,
     decode_loop,
+    embed,
+    embedding_params,
     forward,
     head_params,
-    pool_last,
 )
 from jaxserve.core.runtime.step_arrays import SelectedLines
 from jaxserve.core.runtime.step_model import StepModel
@@ -174,9 +175,9 @@ def _make_prompt_logprobs(engine: EnginePrograms, tokens: int) -> Program:
 
 def _make_embed(engine: EnginePrograms, rows: int) -> Program:
     inputs, config = engine.inputs, engine.model.config
-    last = inputs.spec((rows, config.hidden_size), config.dtype)
-    arguments = inputs.params.get("final_norm"), last
-    return Program(partial(pool_last, model=engine.model), arguments, results=(inputs.replicated,))
+    last = inputs.spec((rows, config.hidden_size), config.dtype if engine.model.generates else jnp.float32)
+    arguments = embedding_params(inputs.params), last
+    return Program(partial(embed, model=engine.model), arguments, results=(inputs.replicated,))
 
 
 def _make_set_row(engine: EnginePrograms, _: None) -> Program:

@@ -28,6 +28,7 @@ class SchedulerLimits:
     keeps_answers: bool = False  # and in finished answers
     pads_cheaply: bool = False  # whether a padded token costs next to nothing
     causal: bool = True  # False: each prompt is computed whole, in one step, and nothing follows it
+    generates: bool = True  # False: requests are for embeddings
     keeps_states: bool = False  # rows have a recurrent state: no prefix is shared, no token computed twice
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
 

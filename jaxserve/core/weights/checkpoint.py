@@ -17,6 +17,7 @@ from jaxserve.core.weights.file_formats import (
     refuse_foreign_name,
 )
 from jaxserve.core.weights.json_files import MODELOPT_FILE
+from jaxserve.core.weights.sentence_transformers import MODULE_FILES, MODULES_FILE, PROMPTS_FILE, TEXTS_FILE
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.model_options import DEMO_MODEL
 from jaxserve.presets import list_presets
@@ -29,12 +30,17 @@ COMPANION_FILES = (
     "added_tokens.json",
     "chat_template*",
     "*.model",
+    MODULES_FILE,
+    TEXTS_FILE,
+    PROMPTS_FILE,
 )
 # Files that identify a model, or a checkpoint that cannot be read, before its weights are downloaded.
 _CONFIG_FILES = ("config.json", ADAPTER_CONFIG, ORIGINAL_CONFIG, *QUANTIZATION_FILES, MODELOPT_FILE, *COMPANION_FILES)
 _WEIGHT_FILES = (SINGLE_FILE, "model-*.safetensors", INDEX_FILE)
-# Never downloaded: anything that can run code, and folders (original weights, other frameworks' exports).
-_UNWANTED = ("*/*", "*.bin", "*.pt", "*.pth", "*.pkl", "*.py")
+# Never downloaded: anything that can run code, and other folders than those of modules.json (original weights, other
+# frameworks' exports).
+_CODE = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.py")
+_UNWANTED = ("*/*", *_CODE)
 
 _HOW_ELSE = (
     "Give the path of a local directory with config.json and *.safetensors, or fill the Hugging Face cache (HF_HOME) "
@@ -64,7 +70,10 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, need_weights:
         )
     if not model or model[0] in "/.~" or model.count("/") > 1:
         raise ConfigError(f"there is no directory {shorten(model)}. {_HOW_ELSE}", field="model", value=model)
-    return _download(model, revision, (*_CONFIG_FILES, *(_WEIGHT_FILES if need_weights else ())))
+    folder = _download(model, revision, (*_CONFIG_FILES, *(_WEIGHT_FILES if need_weights else ())))
+    if (folder / MODULES_FILE).exists():
+        _download(model, folder.name, MODULE_FILES, unwanted=_CODE)
+    return folder
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -72,6 +81,9 @@ def copy_companions(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in COMPANION_FILES):
             shutil.copyfile(file, target / file.name)
+    for file in (found for pattern in MODULE_FILES for found in sorted(source.glob(pattern))):
+        (target / file.parent.name).mkdir(exist_ok=True)
+        shutil.copyfile(file, target / file.parent.name / file.name)
 
 
 def download_weights(model: str, snapshot: Path) -> None:
@@ -89,7 +101,7 @@ def download_weights(model: str, snapshot: Path) -> None:
         raise ConfigError(message, field="model", value=model)
 
 
-def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
+def _download(model: str, revision: str | None, files: tuple[str, ...], unwanted: tuple[str, ...] = _UNWANTED) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     where = f"no directory of that name{_hint(model)}, and {model!r} on the Hugging Face hub"
@@ -98,7 +110,7 @@ def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
             model,
             revision=revision,
             allow_patterns=list(files),
-            ignore_patterns=list(_UNWANTED),
+            ignore_patterns=list(unwanted),
         )
     except errors.HFValidationError as error:
         message = f"there is no directory {shorten(model)}, and it is not a hub id ('owner/name'). {_HOW_ELSE}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.exists():
         raise ConfigError(f"there is no config.json in {path}; it is part of every checkpoint", field=str(file))
-    config, beside = _read_config_file(file), path / MODELOPT_FILE
+    config, beside = read_config_file(file), path / MODELOPT_FILE
     if config.get(QUANTIZATION_KEY) or not beside.is_file():
         return config
     return config | {QUANTIZATION_KEY: _read_modelopt_file(beside)}
@@ -60,20 +61,33 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     Raises ConfigError naming the file when it is unreadable or malformed.
     """
     file = path / "generation_config.json"
-    return _read_config_file(file) if file.exists() else {}
+    return read_config_file(file) if file.exists() else {}
 
 
 def _read_modelopt_file(file: Path) -> dict[str, Any]:
     """Returns the settings as ModelOpt writes them into config.json since."""
-    found = _read_config_file(file).get("quantization")
+    found = read_config_file(file).get("quantization")
     if not isinstance(found, dict):
         raise ConfigError("has no object `quantization`, which says how the weights are quantized", field=str(file))
     return {"quant_method": MODELOPT, **found}
 
 
-def _read_config_file(file: Path) -> dict[str, Any]:
+def read_config_list(file: Path) -> list[Any]:
+    """Returns the JSON array in a file; ConfigError naming the file for anything else."""
+    found = _read_file(file, lambda data: parse_json_object(b'{"list":%b}' % data)).get("list")
+    if not isinstance(found, list):
+        raise ConfigError(f"holds a {type(found).__name__} where a list is expected", field=str(file))
+    return found
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; ConfigError naming the file for anything else."""
+    return _read_file(file, parse_json_object)
+
+
+def _read_file(file: Path, parse: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
     try:
-        return parse_json_object(read_regular(file, MAX_JSON_BYTES))
+        return parse(read_regular(file, MAX_JSON_BYTES))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", field=str(file)) from error
     except ValueError as error:

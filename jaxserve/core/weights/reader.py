@@ -106,6 +106,8 @@ class SafetensorsCheckpoint:
 def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
     """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` lists, in the directory `path`.
 
+    The tensors of a pooler's projections are in folders, whose names are in front of theirs: `2_Dense/linear.bias`.
+
     Raises WeightsError (field = the file) when files are missing, truncated or corrupt; when both files exist and the
     index does not list the single file; and when the index and the shards disagree: a listed tensor is not in its
     shard, a tensor is in two shards, or a shard holds a tensor that the index does not list.
@@ -116,9 +118,9 @@ def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
         if single.exists() and SINGLE_FILE not in weight_map.values():
             message = f"{SINGLE_FILE} and {INDEX_FILE} are both there; remove the one that is out of date"
             raise WeightsError(message, field=str(path))
-        return SafetensorsCheckpoint(path, _open_shards(path, weight_map, str(index)))
+        return SafetensorsCheckpoint(path, _open_shards(path, weight_map, str(index)) | _open_denses(path))
     if single.exists():
-        return SafetensorsCheckpoint(path, _map_file(single))
+        return SafetensorsCheckpoint(path, _map_file(single) | _open_denses(path))
     raise WeightsError(_describe_missing(path), field=str(path))
 
 
@@ -182,6 +184,11 @@ def _open_shards(path: Path, weight_map: Mapping[str, str], index: str) -> dict[
         message = f"the shards hold {len(unlisted)} tensors that the index does not list: {list_names(unlisted)}"
         raise WeightsError(message, field=index, value=unlisted[0])
     return locations
+
+
+def _open_denses(path: Path) -> dict[str, _Location]:
+    files = sorted(path.glob(f"[0-9]*_Dense/{SINGLE_FILE}"))
+    return {f"{file.parent.name}/{name}": found for file in files for name, found in _map_file(file).items()}
 
 
 def _map_file(file: Path) -> dict[str, _Location]:

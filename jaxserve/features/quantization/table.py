@@ -77,7 +77,7 @@ def _list_stored(name: str, parameter: Parameter, quantization: Quantization) ->
 
 def _is_matrix(name: str, spec: ParamSpec) -> bool:
     leaf = _leaf(name)
-    return name.endswith(_WEIGHT) and len(spec.shape) > 1 and leaf != "embed" and "norm" not in leaf
+    return name.endswith(_WEIGHT) and len(spec.shape) > 1 and not leaf.startswith("embed") and "norm" not in leaf
 
 
 def _leaf(name: str) -> str:

@@ -35,11 +35,11 @@ _LEAST_NORM = 1e-12
 
 @router.post("/v1/embeddings", **document(EmbeddingRequest, EmbeddingList))
 async def create_embeddings(http: Request) -> Response:
-    """The embedding of each text: the hidden state of its last token, normalized to length 1."""
+    """The embedding of each text: one vector, of the hidden states that the model's pooler reads."""
     state = get_state(http)
     body = await read_body(http, EmbeddingRequest, state)
     model = state.check_model(body.model)
-    width = state.engine.model.hidden_size
+    width = state.engine.model.embedding_size
     if body.dimensions is not None and body.dimensions > width:
         raise InvalidRequestError(f"at most {width}, got {body.dimensions}", field="dimensions", value=body.dimensions)
     with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
@@ -58,10 +58,11 @@ def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str
 
 async def _embed(body: EmbeddingRequest, model: str, requests: Sequence[EngineRequest], http: Request) -> bytes:
     """Returns the body of the answer."""
-    width, written = get_state(http).engine.model.hidden_size, list[bytes]()
+    config, written = get_state(http).engine.model, list[bytes]()
+    width, normalizes = config.embedding_size, config.pooler.normalizes
     async with aclosing(compute(requests, http)) as parts:
         async for vectors in parts:
-            written += await run_by_size(partial(_write_vectors, vectors, body), len(vectors) * width)
+            written += await run_by_size(partial(_write_vectors, vectors, body, normalizes), len(vectors) * width)
     total = sum(len(request.prompt_token_ids) for request in requests)
     get_context(http.scope).prompt_tokens = total
     rest = {
@@ -110,13 +111,14 @@ async def _wait_for_room(request: EngineRequest) -> None:
     await asyncio.sleep(_RETRY_SECONDS)
 
 
-def _write_vectors(vectors: Sequence[list[float]], body: EmbeddingRequest) -> list[bytes]:
-    """Returns the JSON of each vector: numbers, or base64 of 32-bit floats."""
+def _write_vectors(vectors: Sequence[list[float]], body: EmbeddingRequest, normalizes: bool) -> list[bytes]:
+    """Returns the JSON of each vector: numbers, or base64 of 32-bit floats; `normalizes`: their length is 1."""
     found: list[bytes] = []
     for numbers in vectors:
         vector = np.asarray(numbers, np.float32)
-        if body.dimensions is not None:
-            vector = vector[: body.dimensions] / max(float(np.linalg.norm(vector[: body.dimensions])), _LEAST_NORM)
+        vector = vector[: body.dimensions]
+        if body.dimensions is not None and normalizes:
+            vector = vector / max(float(np.linalg.norm(vector)), _LEAST_NORM)
         if body.encoding_format == "base64":
             found.append(b'"%s"' % base64.b64encode(vector.tobytes()))
         else:

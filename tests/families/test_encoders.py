@@ -1,0 +1,243 @@
+"""Embedding models against transformers and sentence-transformers: encoders, and decoders without a head."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.config import EngineConfig
+from jaxserve.core.runtime.startup import plan_pools
+from jaxserve.core.weights.json_files import read_hf_config
+from jaxserve.engine.model_files import locate_model, resolve_model
+from jaxserve.engine.pooling import choose_pooling
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.families.registry import param_specs, parse_config, weight_sources
+from jaxserve.features.choose import make_shapes
+from jaxserve.pooling_options import PoolingOptions
+from tests.e2e.helpers import CACHE
+from tests.families.naive import NaiveRunner, build_params, read_tensors, unused_tensors
+from tests.golden_cases import GOLDENS
+
+FOLDER = GOLDENS / "encoders"
+CASES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+LIMIT, PAGE, ROWS = 62, 16, 8
+
+
+def read_golden(name: str) -> tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]:
+    """The texts, their hidden states and their vectors."""
+    with np.load(FOLDER / name / "golden.npz") as stored:
+        count = sum(key.startswith("text_") for key in stored)
+        read = lambda kind: [stored[f"{kind}_{index}"] for index in range(count)]  # noqa: E731
+        return [text.tolist() for text in read("text")], read("hidden"), read("embedding")
+
+
+def start(folder: Path, **options: Any) -> LLM:
+    defaults = {"skip_tokenizer_init": True, "dtype": "float32", "page_size": PAGE, "max_num_seqs": ROWS}
+    sizes = {"max_num_batched_tokens": 256, "precompile_token_paddings": [256], "precompile_bs_paddings": [ROWS]}
+    return LLM(str(folder), **({"show_progress": False} | CACHE | defaults | sizes | options))
+
+
+def embed(llm: LLM, texts: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(each.embedding, np.float32) for each in llm.embed([{"prompt_token_ids": ids} for ids in texts])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hidden_states_equal_the_reference(name: str) -> None:
+    folder = FOLDER / name
+    config = replace(parse_config(read_hf_config(folder)), dtype="float32").with_max_model_len(LIMIT)
+    config = choose_pooling(config, PoolingOptions(), None)
+    tensors = read_tensors(folder)
+    assert all("pooler" in each for each in unused_tensors(config, tensors)), "and BERT's pooler makes no embedding"
+    texts, hidden, _ = read_golden(name)
+    runner = NaiveRunner(config, build_params(config, tensors), len(texts))
+    for found, expected in zip(runner.run(texts, pad_to=160), hidden, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectors_equal_the_reference_and_no_neighbour_changes_a_bit(name: str) -> None:
+    texts, _, expected = read_golden(name)
+    llm = start(FOLDER / name)
+    found = embed(llm, texts)
+    for vector, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(vector, reference, rtol=0, atol=1e-5 * max(1.0, float(np.abs(reference).max())))
+    assert llm.ready.shapes.model.embedding_size == len(expected[0])
+    for text, vector in zip(texts, found, strict=True):
+        for beside in ([text], [texts[-1], text, text]):
+            again = embed(llm, beside)[-1]
+            np.testing.assert_allclose(again, vector, rtol=0, atol=1e-6)
+            is_one_program = sum(map(len, beside)) > ROWS and not llm.ready.shapes.model.shares_prefixes
+            assert not is_one_program or np.array_equal(again, vector)
+    with pytest.raises(InvalidRequestError, match="makes embeddings only"):
+        llm.generate({"prompt_token_ids": texts[0]}, SamplingParams(max_tokens=1))
+
+
+PUBLISHED = json.loads((Path(__file__).parent / "embedding_models.json").read_text())
+
+
+def write_files(folder: Path, files: dict[str, Any]) -> Path:
+    for name, content in files.items():
+        if name.endswith(".json"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_read(name: str, tmp_path: Path) -> None:
+    files = PUBLISHED[name]
+    config = EngineConfig.from_options(model=str(write_files(tmp_path, files)), load_format="dummy")
+    found = locate_model(config.model)
+    model, expected = resolve_model(config, found), files["expected"]
+    size = model.hidden_size
+    bert_pooler = 0 if model.causal else size * size + size  # which no embedding is made with
+    count = files["parameters"] - bert_pooler
+    assert sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(model))) == count
+    shapes = [shape for source in weight_sources(model).values() for shape in source.shapes]
+    assert sum(map(math.prod, shapes)) == count
+    assert model.pooler.pooling_type == expected["pooling_type"] and model.pooler.normalizes == expected["normalizes"]
+    assert model.embedding_size == expected["size"] and model.max_model_len == expected["max_model_len"]
+    assert not model.generates and model.reads_whole == (expected["pooling_type"] != "LAST")
+    assert found.modules is not None and found.modules.lowercases == (name == "bge-small-en-v1.5")
+    assert model.causal or set(model.page_owners) == {0}, "all layers write the same pages"
+
+
+def test_a_long_model_gets_steps_of_its_length(tmp_path: Path) -> None:
+    config = EngineConfig.from_options(model=str(write_files(tmp_path, PUBLISHED["bge-m3"])), load_format="dummy")
+    model = resolve_model(config, locate_model(config.model))
+    shapes = make_shapes(config, model, "gpu", "NVIDIA H200")
+    assert shapes.config.scheduler.max_num_batched_tokens == 8192
+    plan = plan_pools(shapes, budget=2**40)
+    tokens = (plan.num_pages[0] - 1) * plan.page_size
+    assert 2 * 8192 <= tokens < 8 * 8192, "nothing stays behind a step"
+    assert plan.bytes_per_device == plan.num_pages[0] * plan.page_size * 2 * 1024 * 4, "one layer's keys and values"
+    less = EngineConfig.from_options(model=str(tmp_path), load_format="dummy", max_num_batched_tokens=1024)
+    assert resolve_model(less, locate_model(less.model)).max_model_len == 1024
+
+
+def with_modules(*modules: tuple[str, str]) -> dict[str, Any]:
+    listed = [{"idx": index, "path": path, "type": kind} for index, (path, kind) in enumerate(modules)]
+    return {"modules.json": listed}
+
+
+PACKAGE = "sentence_transformers.models"
+BASE = (("", f"{PACKAGE}.Transformer"), ("1_Pooling", f"{PACKAGE}.Pooling"))
+DENSE = {**with_modules(*BASE, ("2_Dense", f"{PACKAGE}.Dense"))}
+SIZES = {"in_features": 384, "out_features": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (with_modules(*BASE, ("2_LSTM", f"{PACKAGE}.LSTM")), "LSTM.*is not read; known are Transformer"),
+        (with_modules(*BASE[:1], ("1_Pooling", "other.models.Pooling")), "other.models.Pooling"),
+        (with_modules(*BASE[:1]), "has the modules Transformer; read are"),
+        (with_modules(*BASE, *BASE[1:]), "has the modules Transformer, Pooling, Pooling"),
+        (with_modules(("0_Transformer", BASE[0][1]), BASE[1]), "in the folder '0_Transformer'"),
+        (with_modules(BASE[0], ("../1_Pooling", BASE[1][1])), "must have a name like 1_Pooling"),
+        ({"modules.json": {}}, "modules.json.*holds a dict where a list is expected"),
+        ({"1_Pooling/config.json": {"pooling_mode": "max"}}, "pools by 'max'; read is one of cls, mean, lasttoken"),
+        ({"1_Pooling/config.json": {"pooling_mode": ["cls", "mean"]}}, "pools by"),
+        ({"1_Pooling/config.json": {"pooling_mode": "cls", "include_prompt": False}}, "include_prompt: false"),
+        ({"1_Pooling/config.json": {"pooling_mode": "cls", "odd": 3}}, "'odd' is not read"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "query"}}, "default_prompt_name 'query'"),
+        ({"sentence_bert_config.json": {"max_seq_length": "long"}}, "max_seq_length must be a number of tokens"),
+        ({"sentence_bert_config.json": {"query_expansion": {"n": 1}}}, "'query_expansion' is not read"),
+        (
+            {**DENSE, "2_Dense/config.json": {**SIZES, "use_residual": True}},
+            "'use_residual' is not read",
+        ),
+        (
+            {
+                **DENSE,
+                "2_Dense/config.json": {**SIZES, "activation_function": "os.system"},
+            },
+            "the activation 'os.system' is not read",
+        ),
+        ({**DENSE, "2_Dense/config.json": {"in_features": 99, "out_features": 8}}, "takes vectors of 99.*gets 384"),
+        ({"config.json": {"position_embedding_type": "relative_key"}}, "position_embedding_type"),
+        ({"config.json": {"is_decoder": True}}, "is_decoder"),
+        ({"config.json": {"architectures": ["BertForSequenceClassification"]}}, "BertForSequenceClassification"),
+        ({"config.json": {"model_type": "mpnet", "architectures": ["MPNetModel"]}}, "mpnet"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    files = dict(PUBLISHED["all-MiniLM-L6-v2"])
+    if "config.json" in changes:
+        changes = {"config.json": {**files["config.json"], **changes["config.json"]}}
+    config = EngineConfig.from_options(model=str(write_files(tmp_path, {**files, **changes})), load_format="dummy")
+    with pytest.raises(ConfigError, match=words):
+        resolve_model(config, locate_model(config.model))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "generates", "pooling_type"),
+    [
+        ("qwen3", {}, True, "LAST"),
+        ("qwen3", {"runner": "pooling"}, False, "LAST"),
+        ("qwen3", {"convert": "embed"}, False, "LAST"),
+        ("qwen3", {"pooler_config": {"pooling_type": "LAST", "use_activation": False}}, True, "LAST"),
+        ("qwen3", {"pooler_config": {"pooling_type": "MEAN"}}, False, "MEAN"),
+        ("Qwen3-Embedding-0.6B", {"runner": "generate"}, True, "LAST"),
+        ("Qwen3-Embedding-0.6B", {"convert": "none"}, True, "LAST"),
+        ("all-MiniLM-L6-v2", {"runner": "pooling", "pooler_config": {"pooling_type": "CLS"}}, False, "CLS"),
+        ("all-MiniLM-L6-v2", {"runner": "generate"}, "runner", "has no head"),
+        ("all-MiniLM-L6-v2", {"pooler_config": {"dimensions": 385}}, "pooler_config.dimensions", "at most 384"),
+        ("qwen3", {"runner": "generate", "pooler_config": {"pooling_type": "MEAN"}}, "runner", "computed whole"),
+        ("qwen3", {"convert": "none", "pooler_config": {"pooling_type": "CLS"}}, "convert", "computed whole"),
+        ("qwen3", {"runner": "generate", "convert": "embed"}, "convert", "runner is generate"),
+        ("qwen3", {"runner": "pooling", "convert": "none"}, "convert", "runner is pooling"),
+        ("qwen3", {"convert": "classify"}, "convert", "must be one of auto, none, embed"),
+        (
+            "qwen3",
+            {"pooler_config": {"pooling_type": "ALL"}},
+            "pooler_config.pooling_type",
+            "known are LAST, CLS",
+        ),
+        ("qwen3", {"pooler_config": {"logit_mean": 1}}, "pooler_config.logit_mean", "is not read"),
+        ("qwen3", {"pooler_config": {"dimensions": 0}}, "pooler_config.dimensions", "an integer of at least 1"),
+    ],
+)
+def test_options_choose_what_a_model_does(
+    name: str, options: dict[str, Any], generates: bool | str, pooling_type: str, tmp_path: Path
+) -> None:
+    folder = GOLDENS / name if name not in PUBLISHED else write_files(tmp_path, PUBLISHED[name])
+    if isinstance(generates, bool):
+        config = EngineConfig.from_options(model=str(folder), load_format="dummy", **options)
+        model = resolve_model(config, locate_model(config.model))
+        assert (model.generates, model.pooler.pooling_type) == (generates, pooling_type)
+        assert ("lm_head" in param_specs(model)) == (generates and not model.embedding.tied)
+        return
+    with pytest.raises(ConfigError, match=pooling_type) as raised:
+        config = EngineConfig.from_options(model=str(folder), load_format="dummy", **options)
+        resolve_model(config, locate_model(config.model))
+    assert raised.value.field == generates
+
+
+def test_a_text_is_cut_at_its_end_and_written_in_small_letters(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    around = [("[CLS]", 2), ("[SEP]", 3)]
+    library.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
+    library.add_special_tokens(words[:4])
+    library.save(str(tmp_path / "tokenizer.json"))
+    shutil.copytree(FOLDER / "bert_cls", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 6, "do_lower_case": True}))
+    llm = start(tmp_path, skip_tokenizer_init=False)
+    (cut,) = llm.embed("A b C d e f g h", truncate_prompt_tokens=-1)
+    assert cut.prompt_token_ids == [2, 4, 5, 6, 7, 3]
+    (ids,) = llm.embed({"prompt_token_ids": list(range(10))}, truncate_prompt_tokens=3)
+    assert ids.prompt_token_ids == [0, 1, 2]
+    with pytest.raises(InvalidRequestError, match="maximum context length is 6 tokens, and the prompt alone has 10"):
+        llm.embed("a b c d e f g h")
