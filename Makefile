@@ -184,6 +184,7 @@ reference-env: .venv-reference/.ready
 
 goldens: reference-env
 	.venv-reference/bin/python scripts/make_reference_goldens.py
+	.venv-reference/bin/python scripts/make_encoder_goldens.py
 
 sampling-goldens: reference-env
 	.venv-reference/bin/python scripts/make_sampling_goldens.py

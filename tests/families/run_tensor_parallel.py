@@ -94,7 +94,7 @@ def list_split_axes(leaves: object, *, by_expert: bool) -> dict[str, int]:
     """The axis along which four devices share each large leaf of a layer."""
     attention = {"qkv": -1, "o": -2} if "qkv" in leaves else {"q_b": -1, "k_b": -3, "v_b": -3, "o": -2}
     if "experts" not in leaves:
-        return attention | {"gate_up": -1, "down": -2}
+        return attention | {"gate_up" if "gate_up" in leaves else "up": -1, "down": -2}
     experts = {"gate_up": -3, "down": -3} if by_expert else {"gate_up": -1, "down": -2}
     return attention | {f"experts.{name}": axis for name, axis in experts.items()}
 
@@ -117,6 +117,8 @@ def check_case(hf_config: dict[str, object], mode: str, *, by_expert: bool = Fal
         expected, got = single.run(rows, pad_to=40), meshed.run(rows, pad_to=40)  # one program for all steps
         for one, four in zip(expected, got, strict=True):
             np.testing.assert_allclose(four, one, rtol=0, atol=1e-4 * np.abs(one).max())
+        if not config.generates:
+            break
         rows = [[int(logits[-1].argmax())] for logits in expected]
         assert rows == [[int(logits[-1].argmax())] for logits in got]
     pool = meshed.cache[0]

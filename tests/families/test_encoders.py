@@ -20,7 +20,7 @@ from jaxserve.core.runtime.startup import plan_pools
 from jaxserve.core.weights.json_files import read_hf_config
 from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.engine.pooling import choose_pooling
-from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.errors import ConfigError, InvalidRequestError, NonFiniteLogitsError
 from jaxserve.families.registry import param_specs, parse_config, weight_sources
 from jaxserve.features.choose import make_shapes
 from jaxserve.pooling_options import PoolingOptions
@@ -80,6 +80,30 @@ def test_vectors_equal_the_reference_and_no_neighbour_changes_a_bit(name: str) -
             assert not is_one_program or np.array_equal(again, vector)
     with pytest.raises(InvalidRequestError, match="makes embeddings only"):
         llm.generate({"prompt_token_ids": texts[0]}, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("name", ["bert_cls", "roberta_mean"])
+def test_sixteen_bits_keep_the_direction(name: str) -> None:
+    texts, _, expected = read_golden(name)
+    for vector, reference in zip(embed(start(FOLDER / name, dtype="bfloat16"), texts), expected, strict=True):
+        assert vector @ reference >= 0.9999
+
+
+def test_a_mean_that_is_not_finite_fails_alone() -> None:
+    llm = start(FOLDER / "bert_mean")
+    texts, _, _ = read_golden("bert_mean")
+    bad, good = [5, 11, 6], [ids for ids in texts[1] if ids != 11]
+    expected = embed(llm, [good])[0]
+    table = jax.device_get(llm.ready.runner.params["embed"]["weight"]).copy()
+    table[11] = np.nan
+    llm.ready.runner.write_params({"embed.weight": table})
+    engine, make, done = llm.ready.engine, llm.ready.requests.make_embedding, {}
+    for name, ids in (("bad", bad), ("good", good)):
+        engine.add_request(make(ids, request_id=name))
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert isinstance(done["bad"].error, NonFiniteLogitsError) and done["bad"].embedding is None
+    np.testing.assert_allclose(done["good"].embedding, expected, rtol=0, atol=1e-6)
 
 
 PUBLISHED = json.loads((Path(__file__).parent / "embedding_models.json").read_text())

@@ -125,7 +125,7 @@ def test_the_layer_for_multi_token_prediction_is_left_out(tmp_path: Path, caplog
     arguments = folder, param_specs(config), weight_sources(config), ignored_weights(config)
     with caplog.at_level("INFO", "jaxserve"):
         load_safetensors(*arguments, mesh=make_mesh(1), rules=DEFAULT_RULES)
-    assert f"1 tensors of the checkpoint hold weights that the decoder does not use: {name!r}" in caplog.text
+    assert f"1 tensors of the checkpoint hold weights that the model does not use: {name!r}" in caplog.text
     other = name.replace("2", "3")
     folder = change_files(tmp_path / "b", "glm4_moe", {other: np.zeros((24, 48), np.float32)})
     check_refused(folder, f"has no place for: .*{other}")

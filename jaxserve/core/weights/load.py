@@ -173,7 +173,7 @@ def _check_left_out(checkpoint: SafetensorsCheckpoint, sources: Mapping[str, Wei
     weights = [] if is_shared else [name for name in left_out if name not in no_weights]
     others = sorted(set(left_out).difference(weights))
     if weights:
-        text = "%d tensors of the checkpoint hold weights that the decoder does not use: %s"
+        text = "%d tensors of the checkpoint hold weights that the model does not use: %s"
         _log.warning(text, len(weights), list_names(weights))
     if others:
         _log.info("%d tensors of the checkpoint are not needed: %s", len(others), list_names(others))

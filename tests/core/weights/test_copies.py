@@ -138,7 +138,5 @@ def test_weights_that_are_not_used_are_no_remark(tmp_path: Path, caplog: pytest.
         file.unlink()
     jax.block_until_ready(load(write_single(tmp_path, tensors), model))
     found = {record.levelname: record.getMessage() for record in caplog.records if "of the checkpoint" in record.msg}
-    assert (
-        f"1 tensors of the checkpoint hold weights that the decoder does not use: '{layer}.eh_proj" in found["WARNING"]
-    )
+    assert f"1 tensors of the checkpoint hold weights that the model does not use: '{layer}.eh_proj" in found["WARNING"]
     assert found["INFO"].startswith("2 tensors of the checkpoint are not needed")
