@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _MULTIMODAL = "it reads images or sound; give a text-only checkpoint"
-_NO_GENERATOR = "it does not generate text; architectures that do end in ForCausalLM"
+_NO_GENERATOR = "it does not generate text, and is no embedding model that is served"
+_CLASSIFIER = "a classifier or reranker, which is not served yet"
 # Config keys that are set in one kind of model only, and what the error says; the first match counts.
 _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual", "embd_layer"), _MULTIMODAL),
@@ -28,6 +29,8 @@ def describe_kind(hf_config: Mapping[str, object]) -> str | None:
         return describe_kind(text) or _MULTIMODAL
     architectures = hf_config.get("architectures")
     names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return _CLASSIFIER
     if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         return _NO_GENERATOR
     return None

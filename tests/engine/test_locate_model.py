@@ -96,7 +96,11 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
         "model_type",
         ("text-only checkpoint", "qwen2 is the nearest"),
     ),
-    "bert": (other("bert", "BertForMaskedLM"), "model_type", ("'bert'", "does not generate text", "known are llama")),
+    "electra": (
+        other("electra", "ElectraForMaskedLM"),
+        "model_type",
+        ("'electra'", "does not generate text", "known are llama"),
+    ),
     "t5": (
         other("t5", "T5ForConditionalGeneration", is_encoder_decoder=True),
         "model_type",
@@ -121,7 +125,7 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
     "classifier": (
         other("llama", "LlamaForSequenceClassification"),
         "architectures",
-        ("does not generate text", "known are LlamaForCausalLM"),
+        ("a classifier or reranker, which is not served yet", "known are LlamaForCausalLM, LlamaModel"),
     ),
     "no model_type": (
         {"config.json": {"architectures": ["Qwen4ForCausalLM"]}},

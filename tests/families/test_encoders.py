@@ -82,6 +82,15 @@ def test_vectors_equal_the_reference_and_no_neighbour_changes_a_bit(name: str) -
         llm.generate({"prompt_token_ids": texts[0]}, SamplingParams(max_tokens=1))
 
 
+def test_a_decoder_pools_its_last_token_behind_chunks_and_cached_prefixes() -> None:
+    texts, _, expected = read_golden("qwen3_last")
+    llm = start(FOLDER / "qwen3_last", max_num_batched_tokens=48, precompile_token_paddings=[48])
+    for _ in range(2):
+        for vector, reference in zip(embed(llm, texts), expected, strict=True):
+            np.testing.assert_allclose(vector, reference, rtol=0, atol=1e-5)
+    assert llm.embed({"prompt_token_ids": texts[-1]})[0].num_cached_tokens > 0
+
+
 @pytest.mark.parametrize("name", ["bert_cls", "roberta_mean"])
 def test_sixteen_bits_keep_the_direction(name: str) -> None:
     texts, _, expected = read_golden(name)
@@ -191,7 +200,7 @@ SIZES = {"in_features": 384, "out_features": 8}
         ({**DENSE, "2_Dense/config.json": {"in_features": 99, "out_features": 8}}, "takes vectors of 99.*gets 384"),
         ({"config.json": {"position_embedding_type": "relative_key"}}, "position_embedding_type"),
         ({"config.json": {"is_decoder": True}}, "is_decoder"),
-        ({"config.json": {"architectures": ["BertForSequenceClassification"]}}, "BertForSequenceClassification"),
+        ({"config.json": {"architectures": ["BertForSequenceClassification"]}}, "classifier or reranker"),
         ({"config.json": {"model_type": "mpnet", "architectures": ["MPNetModel"]}}, "mpnet"),
     ],
 )

@@ -183,6 +183,30 @@ def test_downloads_no_pickles_and_no_subfolders(monkeypatch: pytest.MonkeyPatch,
     assert resolve_checkpoint("owner/name", "v2") == tmp_path
 
 
+def test_the_folders_of_modules_are_downloaded_with_modules_json(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    snapshot = tmp_path / "abc123"
+    snapshot.mkdir()
+    (snapshot / "modules.json").write_text("[]")
+    root = ["config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
+    folders = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    unwanted = ["2_Dense/pytorch_model.bin", "onnx/config.json", "onnx/model.safetensors", "1_Pooling/run.py"]
+    calls = []
+
+    def download(model: str, *, revision: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        files = [*root, *folders, *unwanted]
+        kept = filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        calls.append((revision, *kept))
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_checkpoint("owner/name", "main", need_weights=False)
+    assert calls == [("main", *root), ("abc123", *folders)]
+
+
 def test_weights_are_downloaded_last_and_from_the_same_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub.utils import filter_repo_objects
 
