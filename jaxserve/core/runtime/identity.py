@@ -24,13 +24,14 @@ from jaxserve.core.runtime.plan_codec import describe_fields
 from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.devices import find_devices
 from jaxserve.options import list_options
+from jaxserve.pooling_options import PoolerOverrides
 from jaxserve.quantization_config import QuantizationConfig
 from jaxserve.speculative_config import SpeculativeConfig
 
 FORMAT = 1  # of the lines; goes up when their meaning changes (the fields of plans are compared by name)
 # No step depends on these.
 _LOCAL_OPTIONS = ("record_steps", "compilation_cache_dir", "bundle", "tokenizer", "generation_config")
-_TABLES = (SpeculativeConfig, QuantizationConfig)  # values of options that are tables
+_TABLES = (SpeculativeConfig, QuantizationConfig, PoolerOverrides)  # values of options that are tables
 
 
 def describe_versions() -> dict[str, Any]:

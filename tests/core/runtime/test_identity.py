@@ -98,10 +98,15 @@ def test_every_field_of_a_quantization_is_part_of_the_description() -> None:
     assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.parametrize("name", OTHER_OPTIONS)
+TABLES: dict[str, dict[str, Any]] = {
+    **{name: {"quantization_config": QuantizationConfig(**{name: value})} for name, value in OTHER_OPTIONS.items()},
+    "pooler": {"pooler_config": {"pooling_type": "MEAN", "use_activation": False, "dimensions": 8}},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
 def test_an_option_that_is_described_is_read_again(name: str) -> None:
-    chosen = QuantizationConfig(**{name: OTHER_OPTIONS[name]})
-    config = EngineConfig.from_options(quantization_config=chosen)
+    config = EngineConfig.from_options(**TABLES[name])
     options = list_chosen_options(config)
     assert options and json.loads(pack(options)[4:]) == options
     assert EngineConfig.from_options(**json.loads(json.dumps(options))) == config
