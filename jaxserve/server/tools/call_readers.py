@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -171,41 +172,54 @@ class JsonCallReader:
         self.ended = self.broken = True
 
 
-class NamedCallReader:
-    """Reads `f{...}`, `f[ARGS]{...}` and `f[CALL_ID]x[ARGS]{...}`, the calls of newer Mistral models."""
+class ObjectCallReader(ABC):
+    """Reads a call whose arguments are an object of JSON behind its name. Subclasses read what is before the object."""
 
     def __init__(self, index: int, make_id: Callable[[], str], raw: list[str]) -> None:
         self.started = self.ended = self.broken = False
         self.raw = raw
         self._index, self._make_id = index, make_id
-        self._name: list[str] = []
-        self._tag = ""
-        self._reads = "name"  # then perhaps "id", then "arguments"
         self._scanner: JsonScanner | None = None
 
     def push(self, text: str, at: int, out: list[ParserEvent]) -> int:
+        """See `CallReader.push`."""
         begin = at
         while at < len(text) and not self.ended:
             if self._scanner is not None:
                 end = self._scanner.push(text, at)
                 out.append(ArgumentsDelta(self._index, text[at:end]))
-                at = end
-                self.ended = self._scanner.done
+                at, self.ended = end, self._scanner.done
             else:
                 at += self._step(text[at], out)
         if not self.started:
             self.raw.append(text[begin:at])
         return at
 
+    @abstractmethod
     def _step(self, character: str, out: list[ParserEvent]) -> int:
         """Reads one character before the arguments; returns 0 if it was not consumed."""
+
+    def _begin_arguments(self, name: str, out: list[ParserEvent]) -> None:
+        self.started = True
+        self.raw.clear()
+        self._scanner = JsonScanner()
+        out.append(CallBegun(self._index, self._make_id(), name))
+
+
+class NamedCallReader(ObjectCallReader):
+    """Reads `f{...}`, `f[ARGS]{...}` and `f[CALL_ID]x[ARGS]{...}`, the calls of newer Mistral models."""
+
+    def __init__(self, index: int, make_id: Callable[[], str], raw: list[str]) -> None:
+        super().__init__(index, make_id, raw)
+        self._name: list[str] = []
+        self._tag = ""
+        self._reads = "name"  # then perhaps "id", then "arguments"
+
+    def _step(self, character: str, out: list[ParserEvent]) -> int:
         if self._tag or (character == "[" and self._reads != "arguments"):
             return self._step_in_tag(self._tag + character)
         if character == "{" and self._reads != "id":
-            self.started = True
-            self.raw.clear()
-            self._scanner = JsonScanner()
-            out.append(CallBegun(self._index, self._make_id(), "".join(self._name)))
+            self._begin_arguments("".join(self._name), out)
             return 0
         if self._reads == "arguments":
             belongs = character in BLANKS
