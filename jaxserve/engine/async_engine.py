@@ -17,7 +17,7 @@ from jaxserve.engine.inbox import OutputInbox
 from jaxserve.engine.nodes import end_process
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress, hide_progress
 from jaxserve.engine.prompts import Message, Prompt, RequestFactory
-from jaxserve.engine.request_options import ChatArguments, RequestArguments, read_arguments
+from jaxserve.engine.request_options import ChatArguments, RequestArguments, RequestOptions, read_arguments
 from jaxserve.engine.stats import EngineStats, read_stats
 from jaxserve.engine.thread import EngineThread
 from jaxserve.engine.view import EngineView
@@ -233,6 +233,8 @@ class AsyncLLM:
     async def check_health(self, timeout: float = 10.0) -> None:
         """Sends a request of one token and returns once the engine has made a token, for it or any other request.
 
+        An engine that only makes embeddings gets a text of one token, and has to embed it.
+
         Args:
             timeout: seconds to wait.
 
@@ -241,7 +243,9 @@ class AsyncLLM:
             EngineStoppedError, DeviceStepError, NonFiniteLogitsError: the engine, the device or the model failed.
         """
         # Rows of other tiers do not yield to one of the tier flex.
-        request = self._ready.requests.make([0], ONE_TOKEN, priority=PRIORITIES.start, service_tier=ServiceTier.FLEX)
+        options = RequestOptions(priority=PRIORITIES.start, service_tier=ServiceTier.FLEX)
+        make = self._ready.requests
+        request = make.make([0], ONE_TOKEN, **options) if self.model.generates else make.make_embedding([0], **options)
         outputs = self.stream([request], beyond_limits=True)
         await wait_for_token(outputs, self._ready.engine.counts, timeout)
 

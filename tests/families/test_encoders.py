@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import shutil
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.config import EngineConfig
 from jaxserve.core.runtime.startup import plan_pools
 from jaxserve.core.weights.json_files import read_hf_config
@@ -96,6 +97,18 @@ def test_sixteen_bits_keep_the_direction(name: str) -> None:
     texts, _, expected = read_golden(name)
     for vector, reference in zip(embed(start(FOLDER / name, dtype="bfloat16"), texts), expected, strict=True):
         assert vector @ reference >= 0.9999
+
+
+def test_an_engine_that_embeds_is_healthy() -> None:
+    async def check() -> None:
+        sizes = {"max_num_batched_tokens": 256, "precompile_token_paddings": [256], "precompile_bs_paddings": [ROWS]}
+        llm = AsyncLLM(str(FOLDER / "bert_mean"), skip_tokenizer_init=True, max_num_seqs=ROWS, **sizes, **CACHE)
+        try:
+            await llm.check_health()
+        finally:
+            llm.shutdown()
+
+    asyncio.run(check())
 
 
 def test_a_mean_that_is_not_finite_fails_alone() -> None:
