@@ -21,6 +21,7 @@ def make_scheduler(**options: int) -> Scheduler:
         max_prefix_updates=30,
         token_sizes=SIZES,
         causal=False,
+        generates=False,
         options=SchedulerOptions(**options),
     )
     pages = PageManager([PageGroup(40)], page_size=8, max_chunk=SIZES[-1], enable_prefix_caching=False)
