@@ -1,6 +1,7 @@
 // The conversation: one answer at a time, streamed, measured here in the browser.
 
 import { ApiError, ask, readEvents } from "./api.js";
+import { showMarkdown } from "./markdown.js";
 import { readSettings, readSystem } from "./settings.js";
 
 const find = (id) => document.getElementById(id);
@@ -102,7 +103,7 @@ function addTurn(role, text = "") {
   const element = make("li", `turn ${role}`);
   const body = make("div");
   const content = document.createTextNode(text); // always a text node: nothing of a model is ever markup
-  const shown = make("p", "text");
+  const shown = make("div", "text");
   shown.append(content);
   body.append(shown);
   element.append(make("p", "who", role === "user" ? "you" : model ?? "model"), body);
@@ -201,6 +202,10 @@ function finish(turn, facts) {
   if (facts.reason) line.append(make("span", "reason", ENDS[facts.reason] ?? facts.reason));
   if (!turn.failed) line.append(makeAgain("Regenerate"));
   if (line.childElementCount) turn.body.append(line);
+  if (turn.text) {
+    turn.shown.replaceChildren(...showMarkdown(turn.text)); // once it is complete: a mark may be half there before
+    turn.shown.classList.add("shaped");
+  }
   if (!turn.text && !turn.failed && facts.reason !== "stopped") turn.shown.append(make("em", "", "(empty)"));
   announce(turn.failed ? "The request failed." : `Answer ${facts.reason === "stopped" ? "stopped" : "complete"}.`);
   scroll();
