@@ -95,7 +95,7 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
 def test_the_size_that_it_names_is_the_size() -> None:
     files = list((ROOT / "jaxserve" / "core").rglob("*.py"))
     lines = sum(len(file.read_text().splitlines()) for file in files)
-    named = re.search(r"are ([\d,]+) lines of Python, in files of (\d+) on average", " ".join(README.split()))
+    named = re.search(r"is ([\d,]+) lines of Python, in files of (\d+) on average", " ".join(README.split()))
     assert named is not None
     assert 0.95 < lines / int(named[1].replace(",", "")) < 1.05
     assert 0.9 < lines / len(files) / int(named[2]) < 1.1
