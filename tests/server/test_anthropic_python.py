@@ -19,14 +19,14 @@ from tests.server.running import RunningServer, run_server
 MODEL = "demo"
 ASK = "What is two plus two?"
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-# Shows tools, calls and results, switches reasoning on and off, and begins the answer inside it.
+# Shows tools, calls and results, and begins the answer inside reasoning, or behind it where it is switched off.
 TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>
 {{- tools | tojson }}<tool_call>{"name":"f"}</tool_call><|end|>{% endif %}
 {%- for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}
 {{- '<|' + ('user' if m.role == 'tool' else m.role) + '|>' }}
 {%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
 {%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"""
+{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}{% endif %}"""
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 TOOLS: list[Any] = [
     {"name": "weather", "description": "The weather.", "input_schema": {**CITY, "additionalProperties": False}},

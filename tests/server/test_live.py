@@ -46,7 +46,8 @@ class Served:
         self.thread = EngineThread(self.engine)
         cache = SimpleNamespace(page_size=32, enable_prefix_caching=True)
         factory = RequestFactory(None, vocab_size=1009, eos_token_ids=(), seed=0, max_model_len=512, max_logprobs=5)
-        shapes = SimpleNamespace(config=SimpleNamespace(cache=cache), specs=(SimpleNamespace(dtype="float32"),))
+        specs, model = (SimpleNamespace(dtype="float32"),), SimpleNamespace(generates=True)
+        shapes = SimpleNamespace(config=SimpleNamespace(cache=cache), specs=specs, model=model)
         plan = SimpleNamespace(num_pages=(40,))
         parts = {"requests": factory, "shapes": shapes, "plan": plan, "tokenizer": None}
         self.llm = wrap_engine(self.engine, defaults=GenerationDefaults(SamplingParams()), **parts)

@@ -28,7 +28,7 @@ class Front:
     def __init__(self, folder: Path) -> None:
         make_panicking(folder)
         self.tokenizer: Any = load_tokenizer(folder)
-        model = SimpleNamespace(max_model_len=64, vocab_size=50, hidden_size=8)
+        model = SimpleNamespace(max_model_len=64, vocab_size=50, embedding_size=8, generates=True)
         options: dict[str, Any] = {"eos_token_ids": (), "seed": 0, "max_model_len": 64, "max_logprobs": 5}
         state = make_state()
         state.llm = wrap_engine(

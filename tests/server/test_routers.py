@@ -16,8 +16,7 @@ import pytest
 from tests.server.running import RunningServer
 
 QUESTION = {"role": "user", "content": "What is two plus two?"}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-CALLED = {"role": "assistant", "tool_calls": [CALL]}
+SAID = {"role": "assistant", "content": "It is four."}
 CHAT, STORY, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 COMPLETION_DEFAULTS = {
     "no_stop_trim": False,
@@ -38,8 +37,8 @@ REWRITTEN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # (path, the cl
     (CHAT, {"messages": [QUESTION], "stream": True}, CHAT_DEFAULTS),
     (
         CHAT,
-        {"messages": [{**CALLED, "content": None, "reasoning_content": "r"}, QUESTION]},
-        {"messages": [{**CALLED, "reasoning": "r"}, QUESTION], **CHAT_DEFAULTS},
+        {"messages": [{**SAID, "reasoning_content": "r"}, QUESTION]},
+        {"messages": [{**SAID, "reasoning": "r", "tool_calls": None}, QUESTION], **CHAT_DEFAULTS},
     ),
     (STORY, {"prompt": "Once upon a time"}, {"stream": False, "echo": False, **COMPLETION_DEFAULTS}),
     (STORY, {"prompt": "Once upon a time", "stream": True}, {"echo": False, **COMPLETION_DEFAULTS}),
