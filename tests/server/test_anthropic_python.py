@@ -26,7 +26,7 @@ TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>
 {{- '<|' + ('user' if m.role == 'tool' else m.role) + '|>' }}
 {%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
 {%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}
-{%- if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}{% endif %}"""
+{%- if add_generation_prompt %}<|assistant|><think>{% if not enable_thinking %}</think>{% endif %}{% endif %}"""
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 TOOLS: list[Any] = [
     {"name": "weather", "description": "The weather.", "input_schema": {**CITY, "additionalProperties": False}},
