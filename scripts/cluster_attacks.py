@@ -118,10 +118,10 @@ def hold_control(server: Server, notes: Notes) -> Iterator[None]:
             pass
 
     def attack() -> None:
-        with httpx.Client(base_url=server.url, timeout=10) as client:
+        with httpx.Client(timeout=10) as client:
             while not ended.is_set():
-                for path in CONTROL:
-                    target = path.format(url=url, copy="http://127.0.0.1:8000")
+                for path in CONTROL:  # with the server's address before it: a base URL takes `//x` for another host
+                    target = server.url + path.format(url=url, copy="http://127.0.0.1:8000")
                     for method in ("GET", "POST", "DELETE"):
                         with contextlib.suppress(httpx.HTTPError):
                             found.add(client.request(method, target).status_code)
