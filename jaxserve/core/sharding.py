@@ -123,7 +123,7 @@ def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = 
 
 
 def _order_devices(devices: list[jax.Device]) -> list[jax.Device]:
-    """Returns the devices in the order of the interconnect, host by host."""
+    """Returns the devices in the order of the interconnect, node by node."""
     if len(devices) > 1 and devices[0].platform == "tpu":
         try:
             devices = list(mesh_utils.create_device_mesh((len(devices),), devices).flat)

@@ -23,13 +23,7 @@ from jaxserve.server.server_state import ServerState
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/health/generate", "/health/live", "/health/ready", "/ping"}
 )  # open without a key
-_WORK_PATHS = frozenset(  # keep the engine busy, or the threads in front of it
-    {
-        *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"),
-        *("/v1/messages", "/v1/messages/count_tokens"),
-        *("/v1/responses/input_tokens", "/tokenize", "/detokenize"),
-    }
-)
+_WORK = "POST"  # the method of every path that keeps the engine busy, or the threads in front of it
 _METRICS = "/metrics"  # an option opens it
 _STATIC = "/playground/"  # holds no data; what it fetches needs the key
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -133,7 +127,7 @@ class Guard:
         path = scope["path"].removeprefix(self._root)
         try:
             self._check(scope, path)
-            counted = self._state.count_stream() if path in _WORK_PATHS else contextlib.nullcontext()
+            counted = self._state.count_stream() if scope["method"] == _WORK else contextlib.nullcontext()
             with counted:
                 await self._app(scope, receive, send)
         except ApiError as refusal:  # routes have handlers of their own
@@ -154,9 +148,8 @@ class Guard:
             raise foreign_origin()
         if self._keys and needs_key(path, access):
             self._find_key(headers, context)
-        if path in _WORK_PATHS:
+        if scope["method"] == _WORK:
             self._state.refuse_if_full(context.rights)
-        if scope["method"] == "POST":
             self._check_body(headers)
 
     def _find_key(self, headers: Headers, context: RequestContext) -> None:

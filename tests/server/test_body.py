@@ -19,7 +19,8 @@ from jaxserve.server.errors import ApiError
 from jaxserve.server.gate import Guard
 from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.server_state import ServerState
-from tests.server.asgi import Answer, make_scope, make_state
+from tests.engine.helpers import make_engine
+from tests.server.asgi import Answer, make_scope, make_state, wrap_engine
 
 JSON = ("Content-Type", "application/json")
 MIB = 2**20
@@ -34,6 +35,7 @@ class Sender:
         self._prepares = prepares
         self.answer = Answer()
         self._state = state
+        state.llm = wrap_engine(make_engine()[0])
         scope = make_scope("/anything", "POST", [JSON])
         self.task = asyncio.ensure_future(Guard(self._take, state, {})(scope, self._pieces.get, self._keep))
 

@@ -325,7 +325,9 @@ def test_paths_are_meant_without_the_proxys_own(root: str) -> None:
 )
 def test_bodies_are_judged_by_their_headers(headers: list[tuple[str, str]], status: int, code: str | None) -> None:
     """Other types and encodings are in the table of refusals."""
-    answer = ask(Guard(greet, make_state(max_body_bytes=1000), {}), "/anything", "POST", *headers)
+    state = make_state(max_body_bytes=1000)
+    serve(state)
+    answer = ask(Guard(greet, state, {}), "/anything", "POST", *headers)
     assert answer.status == status
     if code is not None:
         assert answer.error["code"] == code

@@ -31,13 +31,13 @@ _ROUNDS, _STEPS_OF_ROUND = 3, 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StartedLoop:
-    """Several decode steps, dispatched as a whole."""
+class DispatchedStep:
+    """A step whose outputs are on their way already: a loop of decode steps, or a step that only makes embeddings."""
 
     future: StepFuture
 
     def sample(self, mask: np.ndarray | None = None) -> StepFuture:
-        """Returns the outputs; rows with masks are never in a loop."""
+        """Returns the outputs; no row of such a step has a mask."""
         assert mask is None
         return self.future
 
@@ -173,7 +173,8 @@ class ModelRunner:
         prompt_logprobs = self._find_prompt_logprobs(hidden, targets)
         embeddings = self._embed(bucket, hidden) if bucket.width == 1 else None
         drafts = self._state_shape.max_drafts > 0
-        for variant in sorted(set(self._variants.values()) or {SampleVariant.GREEDY}):
+        jax.block_until_ready(embeddings)
+        for variant in sorted(set(self._variants.values())):  # none if the engine only makes embeddings
             if bucket.is_decode and ("loop", (bucket, variant)) in self.device.programs:
                 self._run_loop(bucket, variant, layout.new())
             StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings, drafts).sample().result()
@@ -197,7 +198,7 @@ class ModelRunner:
             rounds.append((time.perf_counter() - start) / _STEPS_OF_ROUND)
         self.step_costs[bucket.rows, bucket.width] = min(rounds[1:])  # what ran before is in the first
 
-    def start(self, plan: StepPlan) -> StartedStep | StartedLoop:
+    def start(self, plan: StepPlan) -> StartedStep | DispatchedStep:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
         bucket = self._buckets.find(plan.num_tokens, plan.num_rows, plan.width)
         is_loop = bucket.width < plan.width
@@ -211,8 +212,11 @@ class ModelRunner:
         self._time_bucket(bucket, packed.variant)  # if nothing did so when it was compiled
         if is_loop:
             sampled = self._run_loop(bucket, packed.variant, packed.inputs)
-            return StartedLoop(StepFuture(sampled, None, plan.num_rows, beside))
+            return DispatchedStep(StepFuture(sampled, None, plan.num_rows, beside))
         selected, hidden = self._run(bucket, packed.inputs)
+        if selected.logits is None:
+            more = None, None, self._embed(bucket, hidden)
+            return DispatchedStep(StepFuture(SampledTokens(None), more, plan.num_rows, beside))
         return StartedStep(
             self,
             bucket,
@@ -221,15 +225,13 @@ class ModelRunner:
             packed.wants_logprobs,
             selected,
             self._find_prompt_logprobs(hidden, self._find_targets(plan, bucket)),
-            self._embed(bucket, hidden) if self._wants_embeddings(plan) or selected.logits is None else None,
+            self._embed(bucket, hidden) if self._wants_embeddings(plan) else None,
             plan.num_drafts > 0,
             beside,
         )
 
     def sample(self, step: StartedStep, mask: np.ndarray | None) -> StepFuture:
         """See `StartedStep.sample`."""
-        if step.selected.logits is None:
-            return StepFuture(SampledTokens(None), (None, None, step.embeddings), step.num_rows, step.beside)
         bucket, variant = step.bucket, self._variants[step.variant if mask is None else SampleVariant.MASKED]
         device, is_shaped = self.device, variant > SampleVariant.RANDOM
         states = [feature.sample_state(bucket.width) for feature in self.features]
