@@ -31,7 +31,8 @@ def prepare_batch(
     there, and their lengths and pages are ignored. Entries of the table beyond a row's tokens may be anything.
 
     Without `shape.causal` the new tokens are still the last of their row's `seq_lens`, which `attend_with_update`
-    writes. `attend_stored` then only counts keys by `seq_lens`, at least one a row: queries may be fewer or more.
+    writes. Without a window `attend_stored` then only counts keys by `seq_lens`, at least one a row: queries may be
+    fewer or more.
 
     Args:
         max_query_len: most tokens of any row (1: a decode bucket); None if unknown.
@@ -71,7 +72,7 @@ def prepare_batch(
     write_pages = jnp.where(is_held, page_table[token_rows, jnp.minimum(positions // page_size, width - 1)], 0)
     max_len = width * page_size
     rows = StepRows(
-        query_start_loc, query_lens, seq_lens, distribution, num_tokens, max_query_len, max_len, shape.causal
+        query_start_loc, query_lens, seq_lens, distribution, num_tokens, max_query_len, max_len, shape.reach
     )
     return BatchMeta(
         page_table=page_table,

@@ -66,13 +66,12 @@ class AttnShape:
     dtype: str  # q's
     window: int | None = None  # the same as in AttnParams
     fixed_splits: bool = False  # a row's bits may not depend on the other rows: its keys are cut where its text says
-    # Whether a query sees the keys up to its own. If not, it sees all `seq_lens` keys of its row: an encoder, or, over
-    # stored pages, cross attention, whose rows may have more queries than keys.
+    # Whether a query sees the keys up to its own. If not, it sees those within the window on both sides, or all
+    # `seq_lens` keys of its row: an encoder, or, over stored pages, cross attention, whose rows may have more queries
+    # than keys.
     causal: bool = True
 
     def __post_init__(self) -> None:
-        if self.window is not None and not self.causal:
-            raise ValueError(f"AttnShape.window is for causal attention; else it must be None, got {self.window}")
         if self.num_heads < 1 or self.num_heads % self.spec.num_kv_heads:
             raise ValueError(
                 f"AttnShape.num_heads must be a multiple of {self.spec.num_kv_heads} KV heads, got {self.num_heads}"
@@ -83,10 +82,23 @@ class AttnShape:
         """Query heads that share one KV head (G)."""
         return self.num_heads // self.spec.num_kv_heads
 
+    @property
+    def reach(self) -> int | None:
+        """The keys behind its own that a query sees, as far as its row has them; None for all."""
+        return 0 if self.causal else self.window
+
+    @property
+    def span(self) -> int | None:
+        """The most keys that a query sees; None for all of its row."""
+        return self.window if self.causal or self.window is None else 2 * self.window + 1
+
 
 @dataclass(frozen=True)
 class AttnParams:
-    """The static numbers of a layer's attention. With `window` W a query at position p sees keys p-W+1..p."""
+    """The static numbers of a layer's attention.
+
+    With `window` W a query at position p sees keys p-W+1..p. Without causal masks W is a radius: keys p-W..p+W.
+    """
 
     scale: float  # multiplies q @ k
     window: int | None = None

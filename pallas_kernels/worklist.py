@@ -28,7 +28,7 @@ class StepRows:
     num_tokens: int  # T
     max_query_len: int | None  # most new tokens of any row; None if unknown
     max_len: int  # tokens that a row of the page table holds
-    causal: bool = True  # else every query of a row sees all its `seq_lens` keys
+    reach: int | None = 0  # keys behind its own that a query sees; None: all `seq_lens` keys of its row
 
     @property
     def is_decode(self) -> bool:
@@ -59,29 +59,30 @@ class TileList:
     rows: jax.Array  # [n] i32, the row of the tile
     starts: jax.Array  # [n] i32, index of its first query among the step's tokens
     counts: jax.Array  # [n] i32, queries in it; 0 for an unused tile
-    positions: jax.Array  # [n] i32, the last key that its first query sees: where the query is in the row's text
+    # [n] i32, the last key that its first query sees, were the row without end: where the query is in the row's text,
+    # plus its reach.
+    positions: jax.Array
+    lengths: jax.Array  # [n] i32, keys of the row
     num_groups: jax.Array  # [] i32, groups with a used tile
     tile_tokens: int = field(metadata=_STATIC)
     group: int = field(metadata=_STATIC)
-    causal: bool = field(metadata=_STATIC, default=True)  # else all queries see what the first one does
+    step: int = field(metadata=_STATIC, default=1)  # from the last key of a query to the next's; 0: all see the same
 
     @property
     def ends(self) -> jax.Array:
         """[n] i32, one past the last key that a query of the tile sees."""
-        return self.positions + (self.counts if self.causal else 1)
+        return jnp.minimum(self.positions + (self.counts if self.step else 1), self.lengths)
 
     @property
     def query_positions(self) -> jax.Array:
-        """[n, tile_tokens] i32, the last key that each query sees."""
-        count = self.tile_tokens
-        first = self.positions[:, None]
-        return first + (jnp.arange(count, dtype=jnp.int32) if self.causal else jnp.zeros(count, jnp.int32))
+        """[n, tile_tokens] i32, the last key that each query sees, were the row without end."""
+        return self.positions[:, None] + self.step * jnp.arange(self.tile_tokens, dtype=jnp.int32)
 
 
 def list_token_tiles(rows: StepRows, query_lens: jax.Array, *, group: int) -> TileList:
     """One tile per row with a query; `query_lens` [S] is 0 for rows to leave out, else 1."""
     ids = jnp.arange(query_lens.shape[0], dtype=jnp.int32)
-    columns = (ids, rows.query_start_loc[:-1], query_lens, rows.seq_lens - 1)
+    columns = (ids, rows.query_start_loc[:-1], query_lens, rows.seq_lens - 1 + (rows.reach or 0), rows.seq_lens)
     return _finish(columns, tile_tokens=1, group=group, order=LONGEST)
 
 
@@ -112,20 +113,20 @@ def list_chunk_tiles(
         ids,
         rows.query_start_loc[ids] + done,
         jnp.where(used, jnp.minimum(query_lens[ids], stop) - done, 0),
-        rows.seq_lens[ids] - query_lens[ids] + done if rows.causal else rows.seq_lens[ids] - 1,
+        rows.seq_lens[ids] - (1 if rows.reach is None else query_lens[ids] - done - rows.reach),
+        rows.seq_lens[ids],
     )
-    return _finish(columns, tile_tokens=tile_tokens, group=group, order=order, causal=rows.causal)
+    step = 0 if rows.reach is None else 1
+    return _finish(columns, tile_tokens=tile_tokens, group=group, order=order, step=step)
 
 
-def _finish(
-    columns: tuple[jax.Array, ...], *, tile_tokens: int, group: int, order: str, causal: bool = True
-) -> TileList:
-    """Pads (rows, starts, counts, positions) to whole groups and sorts them, unused tiles last."""
+def _finish(columns: tuple[jax.Array, ...], *, tile_tokens: int, group: int, order: str, step: int = 1) -> TileList:
+    """Pads (rows, starts, counts, positions, lengths) to whole groups and sorts them, unused tiles last."""
     group = min(group, columns[0].shape[0])
     padding = -columns[0].shape[0] % group
     padded = [jnp.pad(column.astype(jnp.int32), (0, padding)) for column in columns]
-    _, _, counts, positions = padded
+    _, _, counts, positions, _ = padded
     rank = -(positions + counts) if order == LONGEST else 0
     ranks = jnp.argsort(jnp.where(counts > 0, rank, 1), stable=True)
     num_groups = (jnp.sum(counts > 0, dtype=jnp.int32) + group - 1) // group
-    return TileList(*(column[ranks] for column in padded), num_groups, tile_tokens, group, causal)
+    return TileList(*(column[ranks] for column in padded), num_groups, tile_tokens, group, step)

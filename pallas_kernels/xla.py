@@ -84,9 +84,9 @@ def attend(
 def _slice_group(tiles: TileList, index: jax.Array) -> TileList:
     columns = (
         lax.dynamic_slice_in_dim(column, index * tiles.group, tiles.group)
-        for column in (tiles.rows, tiles.starts, tiles.counts, tiles.positions)
+        for column in (tiles.rows, tiles.starts, tiles.counts, tiles.positions, tiles.lengths)
     )
-    return TileList(*columns, tiles.num_groups, tiles.tile_tokens, tiles.group, tiles.causal)
+    return TileList(*columns, tiles.num_groups, tiles.tile_tokens, tiles.group, tiles.step)
 
 
 def _attend_group(
@@ -100,9 +100,9 @@ def _attend_group(
     width, tile_tokens, num_heads, head_dim = q.shape
     spec = batch.shape.spec
     page_size = spec.page_size
-    params, heads = layer.params, layer.heads
+    heads, span = layer.heads, batch.shape.span
     num_kv_heads, group_size = spec.num_kv_heads, batch.shape.group_size
-    block_pages = _choose_block(batch, params.window, width, tile_tokens)
+    block_pages = _choose_block(batch, width, tile_tokens)
     block_tokens = block_pages * page_size
     is_narrow = kv_pages.dtype.itemsize == 1  # 8-bit pages are read in the query's dtype
     dtype = q.dtype if is_narrow else jnp.promote_types(q.dtype, kv_pages.dtype)
@@ -112,7 +112,7 @@ def _attend_group(
     q = q.reshape(width, num_kv_heads, tile_tokens * group_size, head_dim).astype(dtype)
     table = batch.page_table[group.rows]  # [W, M]
     ends = jnp.where(group.counts > 0, group.ends, 0)  # [W], one past the last key seen
-    begins = jnp.zeros_like(ends) if params.window is None else jnp.maximum(group.positions - params.window + 1, 0)
+    begins = jnp.zeros_like(ends) if span is None else jnp.maximum(group.positions - span + 1, 0)
     blocks = begins // block_tokens  # [W], first block of each tile
     num_blocks = jnp.max((ends + block_tokens - 1) // block_tokens - blocks)
     query_positions = group.query_positions  # [W, B]
@@ -125,8 +125,8 @@ def _attend_group(
         is_key = (key_positions >= begins[:, None]) & (key_positions < ends[:, None])
         v = jnp.where(is_key[:, None, :, None], v, 0)  # a stale slot may hold NaN, which a weight of 0 does not remove
         seen = is_key[:, None] & (key_positions[:, None] <= query_positions[:, :, None])  # [W, B, E]
-        if params.window is not None:
-            seen &= key_positions[:, None] > query_positions[:, :, None] - params.window
+        if span is not None:
+            seen &= key_positions[:, None] > query_positions[:, :, None] - span
         seen = jnp.repeat(seen, group_size, axis=1)[:, None]  # [W, 1, B * G, E]
         scores = jnp.where(seen, _score(q, k.astype(dtype), layer), MASKED)
         return _mix(carry, scores, v.astype(dtype))
@@ -140,14 +140,14 @@ def _attend_group(
     return out.reshape(width, tile_tokens, num_heads, spec.out_dim)
 
 
-def _choose_block(batch: BatchMeta, window: int | None, num_tiles: int, tile_tokens: int) -> int:
+def _choose_block(batch: BatchMeta, num_tiles: int, tile_tokens: int) -> int:
     """Pages of a step of the online softmax, for each of `num_tiles` tiles."""
-    spec = batch.shape.spec
+    spec, span = batch.shape.spec, batch.shape.span
     if traced_platform() == "cpu":
         return max(1, CPU_KEYS[tile_tokens > 1] // spec.page_size)
     score_bytes = 4 * tile_tokens * batch.shape.num_heads * spec.page_size
     fitting = STEP_BYTES // (num_tiles * max(page_bytes(spec), score_bytes))
-    seen = MOST_KEYS if window is None else min(MOST_KEYS, window + tile_tokens - 1)  # by a tile
+    seen = MOST_KEYS if span is None else min(MOST_KEYS, span + tile_tokens - 1)  # by a tile
     return max(1, min(fitting, -(-seen // spec.page_size), batch.page_table.shape[1]))
 
 

@@ -24,7 +24,7 @@ _STATIC = {"static": True}
 class CpuWork:
     """All queries of the step, each in one tile: first those of one-token rows, then those of chunks."""
 
-    tiles: jax.Array  # [4, n] i32: row, first query, number of queries (0: unused), position of the first
+    tiles: jax.Array  # [5, n] i32: row, first query, number of queries (0: unused), last key of the first, end of keys
     num_singles: int = field(metadata=_STATIC)
     tile_tokens: int = field(metadata=_STATIC)  # of a chunk's tile
 
@@ -62,7 +62,7 @@ def plan_work(rows: StepRows, shape: AttnShape, *, config: None = None) -> CpuWo
 
 def _plan(singles: TileList, chunks: TileList | None = None) -> CpuWork:
     lists = [singles] if chunks is None else [singles, chunks]
-    columns = [jnp.stack([tiles.rows, tiles.starts, tiles.counts, tiles.positions]) for tiles in lists]
+    columns = [jnp.stack([each.rows, each.starts, each.counts, each.positions, each.ends]) for each in lists]
     return CpuWork(jnp.concatenate(columns, axis=1), singles.rows.shape[0], lists[-1].tile_tokens)
 
 
@@ -87,8 +87,8 @@ def attend_with_update(
         jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
     )
     call = jax.ffi.ffi_call(library.target_name(library.ATTENTION), results, input_output_aliases={3: 1})
-    work, causal = batch.work, batch.shape.causal
-    numbers = (params.window or 0, spec.out_dim, work.num_singles, work.tile_tokens, causal)
+    work, shape = batch.work, batch.shape
+    numbers = (shape.span or 0, spec.out_dim, work.num_singles, work.tile_tokens, shape.reach is not None)
     out, kv_pages = call(
         q,
         k,
@@ -112,7 +112,7 @@ def store(
     layer: AttnLayer,
 ) -> jax.Array:
     """The pool with the step's keys and values: the same call with nothing to attend, so any queries will do."""
-    nothing = replace(batch.work, tiles=jnp.zeros((4, 0), jnp.int32), num_singles=0)
+    nothing = replace(batch.work, tiles=jnp.zeros((5, 0), jnp.int32), num_singles=0)
     return attend_with_update(k, k, v, kv_pages, replace(batch, work=nothing), layer)[1]
 
 

@@ -40,10 +40,10 @@ struct Problem {
   void *out, *pages;      // [T, N, V], [pages, rows, page_size, H]
   bool wide_q;            // whether q, k, v and out are float32
   const int32_t *table, *write_pages, *write_offsets;
-  const int32_t *rows, *starts, *counts, *positions;  // of the tiles
+  const int32_t *rows, *starts, *counts, *positions, *ends;  // of the tiles
   const float* sinks;                                 // [N], or null
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, value_dim, page_size, page_rows, table_width;
-  int64_t page_offset, window;  // window 0: none
+  int64_t page_offset, window;  // the most keys that a query sees, up to its last; 0: all
   int64_t step;                 // of the last key seen, from one query to the next: 1, or 0 if all see the whole row
   float scale, softcap;         // softcap 0: none
 
@@ -52,7 +52,7 @@ struct Problem {
 
 // Where the queries of one tile and KV head are, and the keys that they see.
 struct Tile {
-  int64_t row, start, count, position, head;
+  int64_t row, start, count, position, head;  // position: the last key of the first query, perhaps behind the row's end
   int64_t begin, end;  // of keys: from the first that one query sees to the last
 };
 
@@ -249,7 +249,7 @@ void AttendTile(const Problem& p, const Tile& tile, int64_t width, float* scratc
     int64_t token = std::min(m / group, tile.count - 1), head = tile.head * group + m % group;
     largest[m] = p.sinks ? p.sinks[head] : kMasked;
     total[m] = p.sinks ? 1.0f : 0.0f;
-    ends[m] = static_cast<float>(tile.position + token * p.step);  // the last key that it sees; exact up to 2^24
+    ends[m] = static_cast<float>(tile.position + token * p.step);  // its last key; exact up to 2^24
     if (m >= used) continue;
     LoadQuery(p, tile.start + token, head, line);
     for (int64_t c = 0; c < p.head_dim; ++c) q[c * width + m] = line[c];
@@ -307,7 +307,7 @@ void Attend(const Problem& p, int64_t index, int64_t tile_tokens, float* scratch
   int64_t i = index / p.num_kv_heads;
   Tile tile{p.rows[i], p.starts[i], p.counts[i], p.positions[i], index % p.num_kv_heads, 0, 0};
   tile.begin = p.window ? std::max(int64_t{0}, tile.position - p.window + 1) : 0;
-  tile.end = tile.position + (tile.count - 1) * p.step + 1;
+  tile.end = p.ends[i];
   if (tile_tokens == 1 && p.group() <= kFewQueries)
     AttendRows<T>(p, tile, scratch);
   else
@@ -386,7 +386,7 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
   p.write_pages = ints(kWrites), p.write_offsets = p.write_pages + p.num_tokens;
   int64_t num_tiles = arg(kTiles).dims[1];
   p.rows = ints(kTiles), p.starts = p.rows + num_tiles, p.counts = p.starts + num_tiles;
-  p.positions = p.counts + num_tiles;
+  p.positions = p.counts + num_tiles, p.ends = p.positions + num_tiles;
   const int32_t* sizes = ints(kSizes);
   p.page_offset = sizes[0], p.window = sizes[1], p.value_dim = sizes[2], p.step = sizes[5];
   const float* factors = static_cast<const float*>(arg(kFactors).data);

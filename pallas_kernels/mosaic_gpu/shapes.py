@@ -45,6 +45,8 @@ def find_page_obstacle(shape: AttnShape) -> str | None:
         return f"with {shape.dtype} queries its pages are {shape.dtype} or float8_e4m3fn, these are {spec.dtype}"
     if spec.page_size < MIN_PAGE_SIZE or spec.page_size & (spec.page_size - 1):
         return f"its page_size is a power of two from {MIN_PAGE_SIZE}, this is {spec.page_size}"
+    if shape.window is not None and not shape.causal:
+        return f"its windows end at the query, this one has a radius of {shape.window} keys on both sides"
     return None
 
 

@@ -72,7 +72,7 @@ def plan_splits(
     rows: StepRows, query_lens: jax.Array, shape: AttnShape, config: SplitTuning, *, max_query_len: int
 ) -> SplitList:
     """Units of the rows with `query_lens` [S] > 0, which are at most `max_query_len`."""
-    if not rows.causal:  # all queries see what the last one does, as if it were alone
+    if rows.reach is None:  # all queries see what the last one does, as if it were alone
         query_lens = jnp.minimum(query_lens, 1)
     num_blocks, num_kv_heads = config.ctas_per_sm * config.num_sms, shape.spec.num_kv_heads
     if shape.fixed_splits:

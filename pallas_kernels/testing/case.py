@@ -110,7 +110,8 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
     for row, (computed, new) in enumerate(case.rows):
         length = case.count_keys((computed, new))
         seq_lens[row], query_lens[row] = length, new
-        oldest = 0 if case.window is None else max(0, computed - case.window + 1)  # oldest key that a query sees
+        behind = 0 if case.window is None else case.window - case.causal  # keys before its own that a query sees
+        oldest = 0 if case.window is None else max(0, computed - behind)
         for index in range(-(-length // spec.page_size)):
             page = free.pop()
             slots = np.arange(index * spec.page_size, (index + 1) * spec.page_size)

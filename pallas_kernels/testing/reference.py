@@ -80,9 +80,11 @@ def _attend_row(case: Case, inputs: Inputs, pool: np.ndarray, row: int, length: 
 def _list_seen(case: Case, inputs: Inputs, length: int, tokens: slice) -> np.ndarray:
     """Which keys each of a row's n new tokens sees: [n, length] bool."""
     new, keys = tokens.stop - tokens.start, np.arange(length)
-    if not case.causal:
+    if not case.causal and case.window is None:
         return np.ones((new, length), bool)
     positions = length - new + np.arange(new)[:, None]
+    if not case.causal:
+        return np.abs(keys - positions) <= case.window
     seen = keys <= positions
     if case.window is not None:
         seen &= keys > positions - case.window

@@ -168,6 +168,13 @@ def test_only_the_tpu_kernels_need_causal_masks() -> None:
     assert resolve_impl(None, shape, platform="gpu", device_kind="NVIDIA A100-SXM4-40GB")[0] == "ampere"
 
 
+def test_a_window_on_both_sides_is_portable_on_every_accelerator() -> None:
+    shape = AttnShape(4, KVSpec(2, 128, 64, "bfloat16"), "bfloat16", window=64, causal=False)
+    for kind in ("NVIDIA H200", "NVIDIA A100-SXM4-40GB"):
+        name, reason = resolve_impl(None, shape, platform="gpu", device_kind=kind)
+        assert name == "xla" and "a radius of 64 keys on both sides" in reason
+
+
 def test_unknown_impl_is_refused() -> None:
     with pytest.raises(ValueError, match=r"xla, cpu, gpu, .* or None, got 'cuda'"):
         resolve_impl("cuda", CASE.shape)

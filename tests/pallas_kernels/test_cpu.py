@@ -57,6 +57,7 @@ SHAPES = [  # tiles of one query and of many, heads that do not fill a tile, lat
     Case("mixed", (), 5, KVSpec(5, 32, 16, "bfloat16"), 50, max_tokens=160, table_width=20),
     Case("mixed", (), 6, KVSpec(2, 16, 128, "float32"), None, 2.0, True, max_tokens=96, table_width=3),
     Case("mixed", (), 12, KVSpec(1, 48, 8, "bfloat16", value_dim=32), max_tokens=96, table_width=24),
+    Case("mixed", (), 4, KVSpec(2, 32, 16, "float32"), 7, causal=False, max_tokens=96, table_width=12),
 ]
 
 

@@ -17,10 +17,15 @@ def attend_naively(case: Case, inputs: Inputs, keys: list[np.ndarray], values: l
     out = np.zeros((inputs.num_tokens, case.num_heads, case.spec.out_dim))
     token = 0
     for (computed, new), k, v in zip(case.rows, keys, values, strict=True):
-        for position in range(computed, computed + new) if case.causal else [len(k) - 1] * new:
-            oldest = 0 if case.window is None else max(0, position - case.window + 1)
+        for index in range(new):
+            position = computed + index
+            first, last = (0, position) if case.causal else (0, len(k) - 1)
+            if case.window is not None and case.causal:
+                first = max(0, position - case.window + 1)
+            elif case.window is not None:
+                first, last = max(0, position - case.window), min(len(k) - 1, position + case.window)
             for head in range(case.num_heads):
-                seen = np.arange(oldest, position + 1)
+                seen = np.arange(first, last + 1)
                 scores = k[seen, head // group_size] @ inputs.q[token, head].astype(np.float64) * case.params.scale
                 if case.softcap is not None:
                     scores = case.softcap * np.tanh(scores / case.softcap)

@@ -31,7 +31,6 @@ SHAPE = AttnShape(1, KVSpec(1, 16, PAGE_SIZE, "float32"), "float32")
         ("'paired' is for keys beside values", lambda: KVSpec(1, 64, 16, "float32", "paired", value_dim=48)),
         ("value_dim must be 1 to head_dim 64", lambda: KVSpec(1, 64, 16, "float32", value_dim=65)),
         ("num_heads", lambda: AttnShape(3, KVSpec(2, 64, 16, "float32"), "float32")),
-        ("window is for causal", lambda: AttnShape(1, KVSpec(1, 64, 16, "float32"), "float32", 9, causal=False)),
         ("window", lambda: AttnParams(scale=1.0, window=0)),
         ("softcap", lambda: AttnParams(scale=1.0, softcap=-1.0)),
         ("softcap", lambda: AttnParams(scale=1.0, softcap=float("nan"))),
@@ -103,6 +102,16 @@ def test_queries_of_cross_attention_write_nowhere_before_their_row() -> None:
     assert batch.write_pages.tolist() == [0, 3, 3, 3, 3, 4, 0, 0], "six queries, five keys, pages of four"
     (tiles,) = (tiles for tiles in batch.work if tiles.counts[0] > 1)
     assert tiles.ends[0] == 5 and (tiles.query_positions[0] == 4).all(), "all see all keys"
+
+
+def test_a_radius_reaches_behind_a_query_and_not_behind_its_row() -> None:
+    table, starts = np.asarray([[3, 4, 5]], np.int32), np.asarray([0, 6], np.int32)
+    shape = replace(SHAPE, causal=False, window=2)
+    assert (shape.reach, shape.span) == (2, 5)
+    options = {"num_tokens": 8, "shape": shape, "max_query_len": None, "impl": "xla"}
+    batch = prepare_batch(table, np.asarray([6], np.int32), starts, np.asarray([0, 0, 1], np.int32), **options)
+    (tiles,) = (tiles for tiles in batch.work if tiles.counts[0] > 1)
+    assert tiles.query_positions[0].tolist()[:6] == [2, 3, 4, 5, 6, 7] and tiles.ends[0] == 6
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -37,6 +37,7 @@ QUICK = {  # as below
         "decode 8:2 of 192",
     ),
     *("chunks on edges of the step too, in the middle of pages", "encoder", "cross mixed"),
+    "encoder of radius 9",
 }
 assert {case.name for case in CASES} > QUICK, "a case was renamed"
 
