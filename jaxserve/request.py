@@ -13,6 +13,8 @@ from jaxserve.token_automaton import TokenAutomaton
 
 PRIORITIES = range(-(2**31), 2**31)
 _NO_PARAMS = SamplingParams()
+TOKEN_TYPE = 2**30
+"""Added to the id of a token of type 1, of the second text of a pair, for models that tell the two apart."""
 Rank = tuple[int, int]  # (service tier, priority); the smaller is served first
 
 

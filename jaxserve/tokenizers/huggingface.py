@@ -20,7 +20,7 @@ from jaxserve.tokenizers.files import (
     read_text,
 )
 from jaxserve.tokenizers.stream import DetokenizerStream, PieceTable, open_stream
-from jaxserve.tokenizers.tokenizer import compile_special_pattern
+from jaxserve.tokenizers.tokenizer import PairForm, compile_special_pattern
 from jaxserve.tokenizers.transformers_names import TransformersTokenizer
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class HuggingFaceTokenizer(TransformersTokenizer):
         self.special_pattern = compile_special_pattern(self.special_tokens)
         self.chat_template = metadata.chat_template
         self._prefix, self._suffix = _read_affixes(library, metadata, path)
+        self._pair = _read_pair_form(library)
         self.named_tokens = dict(metadata.named_tokens)
         if "bos_token" not in self.named_tokens and len(self._prefix) == 1:  # a tokenizer.json without the other files
             self.named_tokens["bos_token"] = library.id_to_token(self._prefix[0])
@@ -303,6 +304,19 @@ def _read_affixes(
     if metadata.add_eos is not None:
         suffix = _find_named(library, metadata, "eos_token", path) if metadata.add_eos else []
     return prefix, suffix
+
+
+def _read_pair_form(library: tokenizers.Tokenizer) -> PairForm | None:
+    """Returns what the post-processor makes of two texts; None if it does not leave each whole, in their order."""
+    encoding = library.encode("a", "a", add_special_tokens=True)
+    parts = list(zip(encoding.sequence_ids, encoding.ids, encoding.type_ids, strict=True))
+    spans = [[at for at, (sequence, *_) in enumerate(parts) if sequence == index] for index in (0, 1)]
+    if not all(span and span == list(range(span[0], span[-1] + 1)) for span in spans) or spans[0][-1] > spans[1][0]:
+        return None
+    (first, *_), (second, *_) = spans
+    around = parts[:first], parts[spans[0][-1] + 1 : second], parts[spans[1][-1] + 1 :]
+    ids, types = (tuple(tuple(part[which] for part in each) for each in around) for which in (1, 2))
+    return PairForm(ids, types, (parts[first][2], parts[second][2]))  # type: ignore[arg-type]
 
 
 def _find_named(library: tokenizers.Tokenizer, metadata: TokenizerMetadata, name: str, path: Path) -> list[int]:

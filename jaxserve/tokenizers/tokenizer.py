@@ -5,10 +5,20 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from jaxserve.errors import TokenizerError
+from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.tokenizers.checks import require_text, require_token_ids
 from jaxserve.tokenizers.stream import DetokenizerStream
+
+
+@dataclass(frozen=True, slots=True)
+class PairForm:
+    """How two texts are read together: the ids before, between and behind them, and the types of these and of texts."""
+
+    around: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    types: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    text_types: tuple[int, int]
 
 
 class Tokenizer(ABC):
@@ -27,6 +37,7 @@ class Tokenizer(ABC):
     chat_template: str | None
     _prefix: Sequence[int]  # ids that `add_special_tokens` puts before a text
     _suffix: Sequence[int]  # ids that it puts after a text
+    _pair: PairForm | None = None  # None where the files do not say
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, allow_special: bool = False, escape: str = ""
@@ -55,6 +66,38 @@ class Tokenizer(ABC):
         """
         ids = self._encode(require_text(text, "prompt"), allow_special=False, escape="")
         return [*self._prefix, *ids[: max(most - len(self._prefix) - len(self._suffix), 0)], *self._suffix]
+
+    def encode_pair(
+        self, first: str, second: str, most: int | None = None, most_of_second: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Returns the ids of two texts read together, and the type of each, as the checkpoint's own tokenizer does.
+
+        Args:
+            most: at most so many ids. The ends of the texts are cut, the longer one's first.
+            most_of_second: at most so many ids of the second text, before that.
+
+        Raises:
+            InvalidRequestError: as `encode`; or `most` has no room for the tokens around the texts.
+            TokenizerError: this tokenizer does not say how pairs are encoded.
+        """
+        form = self._pair
+        if form is None:
+            raise TokenizerError(
+                "pairs of texts need a tokenizer.json, which says how they are read", field="tokenizer"
+            )
+        texts = [self._encode(require_text(text, "prompt"), allow_special=False, escape="") for text in (first, second)]
+        texts[1] = texts[1][:most_of_second]
+        if most is not None:
+            room = most - sum(map(len, form.around))
+            if room < 0:
+                message = f"{most} tokens have no room for the {most - room} around a pair"
+                raise InvalidRequestError(message, field="truncate_prompt_tokens", value=most)
+            texts = [text[:count] for text, count in zip(texts, _cut_longest(*map(len, texts), room), strict=True)]
+        ids, types = [*form.around[0]], [*form.types[0]]
+        for at, text in enumerate(texts):
+            ids += [*text, *form.around[at + 1]]
+            types += [*[form.text_types[at]] * len(text), *form.types[at + 1]]
+        return ids, types
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Returns the text of ids: what a new stream gives for them.
@@ -172,3 +215,12 @@ def compile_special_pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """Returns a pattern that matches any of the texts, the longest first; without texts it matches nothing."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _cut_longest(first: int, second: int, room: int) -> tuple[int, int]:
+    """Returns the lengths of two texts that fit `room` together, as `tokenizers` cuts them: the longer one first."""
+    if first + second <= room:
+        return first, second
+    if first > second:
+        return _cut_longest(second, first, room)[::-1]
+    return (first, room - first) if 2 * first <= room else (room // 2, room - room // 2)

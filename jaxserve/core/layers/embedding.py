@@ -12,13 +12,15 @@ from jaxtyping import Array, Float, Int
 from jaxserve.core.layers.context import StepContext
 from jaxserve.core.layers.linear import Leaf, linear
 from jaxserve.core.layers.norm import NormConfig, normalize
+from jaxserve.request import TOKEN_TYPE
 
 
 @dataclass(frozen=True)
 class AddedEmbeddings:
     """What encoders add to the embedding of a token, in front of a norm: its position's, and its type's.
 
-    The first position of a text is row `first_position` of `num_positions`. All tokens are of type 0 of `num_types`.
+    The first position of a text is row `first_position` of `num_positions`. Where there are two types (`num_types`), a
+    token is of type 1 if TOKEN_TYPE is added to its id; else all are of type 0.
     """
 
     num_positions: int
@@ -55,18 +57,27 @@ def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"
     return rows if config.scale is None else rows * jnp.asarray(config.scale, table.dtype)
 
 
+def split_types(config: EmbeddingConfig, token_ids: Int[Array, " T"]) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """Returns the token ids of a step, and the type of each token, 0 or 1."""
+    if config.added is None or config.added.num_types < 2:
+        return token_ids, jnp.zeros_like(token_ids)
+    return token_ids & (TOKEN_TYPE - 1), (token_ids & TOKEN_TYPE) // TOKEN_TYPE
+
+
 def add_embeddings(
     config: AddedEmbeddings,
     norm: NormConfig,
     params: Mapping[str, Any],
     x: Float[Array, "T D"],
     positions: Int[Array, " T"],
+    types: Int[Array, " T"],
 ) -> Float[Array, "T D"]:
     """Returns `x` plus the rows of `embed_positions` [P, D] and `embed_types` [types, D], behind `embed_norm`."""
     table = params["embed_positions"]["weight"]
     x = x + table.at[positions + config.first_position].get(mode="clip", wrap_negative_indices=False)
     if config.num_types:
-        x = x + params["embed_types"]["weight"][0]
+        table = params["embed_types"]["weight"]
+        x = x + (table[0] if config.num_types == 1 else table[types])
     return normalize(norm, params["embed_norm"], x)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.context import LayerContext, StateSlots
-from jaxserve.core.layers.embedding import add_embeddings, embed_tokens, project_to_vocab
+from jaxserve.core.layers.embedding import add_embeddings, embed_tokens, project_to_vocab, split_types
 from jaxserve.core.layers.layer_inputs import make_layer_inputs
 from jaxserve.core.layers.moe import MoEConfig
 from jaxserve.core.layers.norm import normalize
@@ -84,9 +84,10 @@ def forward(
     `slots` are needed by layers with a recurrent state.
     """
     layer = FAMILIES[config.family].layer
+    token_ids, types = split_types(config.embedding, token_ids)
     x = embed_tokens(config.embedding, params["embed"], token_ids)
     if config.embedding.added is not None:
-        x = add_embeddings(config.embedding.added, config.norm, params, x, batches[0].positions)
+        x = add_embeddings(config.embedding.added, config.norm, params, x, batches[0].positions, types)
     captured, written = [], list(pools)
     inputs = make_layer_inputs(config.layer_input_size, config.norm, params.get("layer_inputs"), token_ids, x)
     contexts = list_contexts(config, batches, layout, mesh, only_stores=only_stores)
