@@ -56,6 +56,8 @@ class DigitLimit:
         if is_whole and not (words & vocabulary.list_beginning(b".")).any():
             room -= MOST_WHOLE - MOST_INTEGER
         narrowed = words & ~vocabulary.list_longer_digits(max(room, 0))
+        if self._part == "fraction" and not narrowed.any():  # behind 0.00 a bound asks for another digit
+            narrowed = words & ~vocabulary.list_beginning(b"0")
         if narrowed.any():
             words[:] = narrowed
 

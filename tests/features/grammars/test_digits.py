@@ -58,6 +58,15 @@ def test_a_number_ends_in_each_of_its_parts(compiler: GrammarCompiler) -> None:
         assert text == f"{'8' * MOST_WHOLE}.{'8' * MOST_FRACTION}e{'8' * MOST_EXPONENT}"
 
 
+@pytest.mark.parametrize(("bound", "begin"), [("exclusiveMinimum", b"0."), ("minimum", b"-0.")])
+def test_zeros_behind_the_point_end_where_a_bound_asks_for_more(
+    compiler: GrammarCompiler, bound: str, begin: bytes
+) -> None:
+    schema = {"type": "number", bound: 0 if bound != "minimum" else -3}
+    text = write_digits(compiler.compile(StructuredOutputsParams(json=schema)).new_matcher(), begin, b"0")
+    assert float(text) and len(text) <= len(begin) + MOST_FRACTION + 1 + len("e000")
+
+
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
