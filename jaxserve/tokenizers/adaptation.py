@@ -1,8 +1,8 @@
 """Gives a conversation the form that a chat template shows, so that none of its messages vanishes.
 
 Templates leave out roles that they do not know, without a word. Some join a call's arguments as text, some refuse ids
-that are not nine letters and digits. A template is asked by rendering short conversations with marks; what it answered
-is kept.
+that are not nine letters and digits, some show the id in place of the function's name. A template is asked by
+rendering short conversations with marks; what it answered is kept.
 """
 
 from __future__ import annotations
@@ -50,16 +50,22 @@ class Answer(StrEnum):
     REFUSED = "refused"
 
 
+class Ids(StrEnum):
+    ANY = "any"
+    SHORT = "short"  # nine letters and digits
+    NAMED = "named"  # functions.name:0, counted through the conversation
+
+
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """The form of a message of calls, and of the results behind it, that a template shows."""
 
     has_text_arguments: bool = False  # else an object
     has_no_content: bool = False  # content beside calls is a message of its own, and None here
-    has_short_ids: bool = False  # nine letters and digits
+    ids: Ids = Ids.ANY
 
 
-_FORMS = tuple(itertools.starmap(CallForm, itertools.product((False, True), repeat=3)))
+_FORMS = tuple(itertools.starmap(CallForm, itertools.product((False, True), (False, True), Ids)))
 
 
 class TemplateForm:
@@ -86,11 +92,13 @@ class TemplateForm:
 
     def ask_calls(self, form: CallForm, role: str | None = "tool", *, has_text: bool = False) -> Answer:
         """Asks for calls in a form, and for their results in messages of a role; with None there are no results."""
-        call = {"id": "call_0123456789ab", "type": "function", "function": {"name": "f", "arguments": {"k": _mark(2)}}}
+        function = {"name": _mark(6), "arguments": {"k": _mark(2)}}
+        call = {"id": "call_0123456789ab", "type": "function", "function": function}
         turn = {"role": "assistant", "content": _mark(1) if has_text else "", "tool_calls": [call]}
         results = [{**_say(role, 3), "tool_call_id": call["id"], "name": "f"}] if role is not None else []
         messages = [_say("user", 0), turn, *results, _say("assistant", 4), _say("user", 5)]
-        marks = [number for number, is_asked in ((1, has_text), (2, True), (3, role is not None)) if is_asked]
+        asked = ((1, has_text), (6, True), (2, True), (3, role is not None))
+        marks = [number for number, is_asked in asked if is_asked]
         return self._ask(list(_write_calls(messages, form)), marks, wrong=str({"k": _mark(2)}))
 
     def find_call_form(self, role: str | None = "tool") -> CallForm | None:
@@ -208,12 +216,21 @@ def _adapt_later(messages: Sequence[Message], form: TemplateForm) -> list[Messag
 
 def _write_calls(messages: Sequence[Message], form: CallForm, with_text: CallForm | None = None) -> Iterator[Message]:
     """Yields the messages with calls and results in a form; `with_text` is the form of calls beside text."""
+    known: dict[str, str] = {}  # the ids of the calls so far, as they came: as they are written
+    num_calls = 0
     for message in messages:
         calls, changed = message.get("tool_calls"), dict(message)
-        if form.has_short_ids and "tool_call_id" in message:
-            changed["tool_call_id"] = shorten_id(message["tool_call_id"])
+        if "tool_call_id" in message:
+            result_of = message["tool_call_id"]
+            changed["tool_call_id"] = known.get(result_of) or _write_id(result_of, form)
         if calls:
-            changed["tool_calls"] = [_write_call(call, form) for call in calls]
+            changed["tool_calls"] = []
+            for call in calls:
+                written = _write_call(call, form, num_calls)
+                num_calls += 1
+                changed["tool_calls"].append(written)
+                if "id" in call:
+                    known[call["id"]] = written["id"]
             if ((with_text or form) if message["content"] else form).has_no_content:
                 if message["content"]:
                     yield {key: value for key, value in changed.items() if key != "tool_calls"}
@@ -222,13 +239,19 @@ def _write_calls(messages: Sequence[Message], form: CallForm, with_text: CallFor
         yield changed
 
 
-def _write_call(call: Mapping[str, Any], form: CallForm) -> Message:
+def _write_call(call: Mapping[str, Any], form: CallForm, number: int) -> Message:
     written, function = dict(call), dict(call["function"])
     if form.has_text_arguments and not isinstance(function["arguments"], str):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    if form.has_short_ids and "id" in call:
-        written["id"] = shorten_id(call["id"])
+    if form.ids is Ids.NAMED:
+        written["id"] = f"functions.{function['name']}:{number}"
+    elif "id" in call:
+        written["id"] = _write_id(call["id"], form)
     return {**written, "function": function}
+
+
+def _write_id(call_id: str, form: CallForm) -> str:
+    return shorten_id(call_id) if form.ids is Ids.SHORT else call_id
 
 
 @functools.lru_cache(maxsize=1024)
@@ -254,8 +277,9 @@ def describe_form(form: TemplateForm) -> list[str]:
         return [*lines, "calls and messages of role tool are refused"]
     if calls.has_text_arguments:
         lines.append("arguments of calls are given as text")
-    if calls.has_short_ids:
-        lines.append("ids of calls are mapped to nine letters and digits")
+    if calls.ids is not Ids.ANY:
+        form_of_ids = {Ids.SHORT: "nine letters and digits", Ids.NAMED: "functions.name:0, for the name is not shown"}
+        lines.append(f"ids of calls are mapped to {form_of_ids[calls.ids]}")
     with_text = form.find_text_form(calls)
     if form.ask_calls(with_text, has_text=True) is not Answer.SHOWN:
         lines.append("text beside calls is left out")

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from tests.tokenizers.literal_families import LITERAL_FAMILIES
+
 _QWEN3_CODER = """
 {%- if messages[0]['role'] == 'system' %}
     {%- set system = messages[0]['content'] %}{%- set turns = messages[1:] %}
@@ -175,74 +177,119 @@ _MINIMAX_M2 = """
 {%- if add_generation_prompt %}{{- ']~b]ai\\n<think>\\n' }}{%- endif %}
 """
 
-_PYTHONIC = """{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
-{%- else %}{%- set system = 'You can call tools.' %}{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
-{%- if tools %}
-    {{- 'Call as [func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)] ' }}
-    {%- for t in tools %}{{- t | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
-{%- endif %}
-{{- system + '<|eot_id|>' }}
-{%- for message in messages %}
-    {%- if message.role == 'ipython' or message.role == 'tool' %}
-        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + {'output': message.content} | tojson + '<|eot_id|>' }}
-    {%- elif 'tool_calls' in message %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n[' }}
-        {%- for call in message.tool_calls %}
-            {{- call.function.name + '(' }}
-            {%- for param in call.function.arguments %}
-                {{- param + '=' + '%s' | format(call.function.arguments[param]) }}{{- '' if loop.last else ', ' }}
-            {%- endfor %}
-            {{- ')' }}{{- '' if loop.last else ', ' }}
-        {%- endfor %}
-        {{- ']<|eot_id|>' }}
-    {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+_KIMI_K2 = """
+{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
+{%- for message in messages -%}
+    {%- if loop.first and messages[0]['role'] != 'system' -%}
+        <|im_system|>system<|im_middle|>You are an assistant.<|im_end|>
+    {%- endif -%}
+    {%- set name = message.get('name') or message['role'] -%}
+    {%- if message['role'] == 'user' -%}<|im_user|>{{ name }}<|im_middle|>
+    {%- elif message['role'] == 'assistant' -%}<|im_assistant|>{{ name }}<|im_middle|>
+    {%- else -%}<|im_system|>{{ name }}<|im_middle|>{%- endif -%}
+    {%- if message['role'] == 'assistant' and message.get('tool_calls') -%}
+        {{ message['content'] }}<|tool_calls_section_begin|>
+        {%- for call in message['tool_calls'] -%}
+            <|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>
+            {%- if call['function']['arguments'] is string -%}{{ call['function']['arguments'] }}
+            {%- else -%}{{ call['function']['arguments'] | tojson }}{%- endif -%}<|tool_call_end|>
+        {%- endfor -%}<|tool_calls_section_end|>
+    {%- elif message['role'] == 'tool' -%}## Return of {{ message.tool_call_id }}
+{{ message['content'] }}
+    {%- elif message['content'] is not none -%}{{ message['content'] }}{%- endif -%}<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}
 """
 
-_GEMMA4 = """
-{%- macro show(value) -%}
-    {%- if value is string -%}{{- '<|"|>' + value + '<|"|>' -}}
-    {%- elif value is boolean -%}{{- 'true' if value else 'false' -}}
-    {%- elif value is mapping -%}
-        {{- '{' -}}
-        {%- for key, each in value | dictsort -%}
-            {{- key -}}:{{- show(each) -}}{{- '' if loop.last else ',' -}}
-        {%- endfor -%}
-        {{- '}' -}}
-    {%- elif value is sequence -%}
-        {{- '[' -}}{%- for each in value -%}{{- show(each) -}}{{- '' if loop.last else ',' -}}{%- endfor -%}{{- ']' -}}
-    {%- else -%}{{- value -}}{%- endif -%}
-{%- endmacro -%}
-{{- bos_token -}}{%- set turns = messages -%}
-{%- if tools or enable_thinking or messages[0]['role'] in ['system', 'developer'] -%}
-    {{- '<|turn>system\\n' + ('<|think|>' if enable_thinking else '') -}}
-    {%- if messages[0]['role'] in ['system', 'developer'] -%}
-        {{- messages[0]['content'] | trim -}}{%- set turns = messages[1:] -%}
-    {%- endif -%}
-    {%- for tool in tools or [] -%}{{- '<|tool>declaration:' + tool.function.name + '{}<tool|>' -}}{%- endfor -%}
-    {{- '<turn|>\\n' -}}
-{%- endif -%}
-{%- for message in turns -%}
-    {{- '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' -}}
-    {%- for call in message['tool_calls'] or [] -%}
-        {{- '<|tool_call>call:' + call['function']['name'] + '{' -}}
-        {%- for key, value in call['function']['arguments'] | dictsort -%}
-            {{- key -}}:{{- show(value) -}}{{- '' if loop.last else ',' -}}
-        {%- endfor -%}
-        {{- '}<tool_call|>' -}}
-    {%- endfor -%}
-    {{- message['content'].split('<channel|>')[-1] | trim -}}{{- '<turn|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|turn>model\\n' + ('' if enable_thinking else '<|channel>thought\\n<channel|>') -}}
-{%- endif -%}
+_GRANITE = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] %}{%- set turns = messages[1:] %}
+{%- else %}
+    {%- set system = 'You are a helpful assistant.' %}{%- set turns = messages %}
+{%- endif %}
+{%- if tools %}
+    {%- set system = system + ' Respond with <|tool_call|> followed by a JSON list of tools used.' %}
+{%- endif %}
+{%- if thinking %}
+    {%- set system = system + " Write 'Here is my thought process:' and 'Here is my response:'." %}
+{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\\n' }}
+{%- if tools %}
+    {{- '<|start_of_role|>tools<|end_of_role|>' + tools | tojson(indent=4) + '<|end_of_text|>\\n' }}
+{%- endif %}
+{%- for message in turns %}
+    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] }}
+    {%- for call in message['tool_calls'] or [] %}
+        {{- '<|tool_call|>[' if loop.first else ', ' }}
+        {{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}' }}
+        {{- ']' if loop.last else '' }}
+    {%- endfor %}
+    {{- '<|end_of_text|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}
+"""
+
+_COMMAND_R7B = """{{ bos_token }}
+{%- set count = namespace(calls=0, seen=[]) %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] %}{%- set turns = messages[1:] %}
+{%- else %}{%- set system = '' %}{%- set turns = messages %}{%- endif %}
+{{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># System Preamble\\n' }}
+{%- for tool in tools or [] %}
+    {{- '{"name": "' ~ tool['function']['name'] ~ '", "parameters": ' }}
+    {{- tool['function']['parameters'] | tojson ~ '}\\n' }}
+{%- endfor %}
+{{- system + '<|END_OF_TURN_TOKEN|>' }}
+{%- for message in turns %}
+    {%- if message.role == 'system' %}
+        {{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + message.content + '<|END_OF_TURN_TOKEN|>' }}
+    {%- elif message.role == 'user' %}
+        {{- '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + message.content + '<|END_OF_TURN_TOKEN|>' }}
+    {%- elif message.role == 'assistant' and message.tool_calls %}
+        {{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>' ~ message.tool_plan ~ '<|END_THINKING|>' }}
+        {{- '<|START_ACTION|>[\\n' }}
+        {%- for tc in message.tool_calls %}
+            {{- '    {"tool_call_id": "' ~ count.calls ~ '", "tool_name": "' ~ tc['function']['name'] }}
+            {{- '", "parameters": ' ~ tc['function']['arguments'] | tojson ~ '}' ~ ('' if loop.last else ',') ~ '\\n' }}
+            {%- set count.calls = count.calls + 1 %}
+        {%- endfor %}
+        {{- ']<|END_ACTION|><|END_OF_TURN_TOKEN|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' + message.content }}
+        {{- '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}
+    {%- elif message.role == 'tool' and message.tool_call_id not in count.seen %}
+        {%- set count.seen = count.seen + [message.tool_call_id] %}
+        {{- '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[\\n{"results": {"0": ' }}
+        {{- message.content | tojson + '}}\\n]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}
+"""
+
+_PHI4_MINI = """
+{%- if messages and messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system = 'You are a helpful assistant.' %}{%- endif %}
+{{- '<|system|>\\n' + system }}
+{%- if tools %}
+    {{- '\\nWrite functools[{"name": [function name], "arguments": [arguments as JSON]}, ...]\\n' }}
+    {%- for t in tools %}{{- t | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
+{%- endif %}
+{{- '<|end|>\\n' }}
+{%- for message in messages if message.role != 'system' %}
+    {{- '<|' + message.role + '|>\\n' }}
+    {%- if message.content and message.role == 'tools' %}{{- '{"result": ' + message.content + '}' }}
+    {%- elif message.content %}{{- message.content }}
+    {%- elif message.tool_calls %}
+        {{- 'functools[' }}
+        {%- for call in message.tool_calls %}
+            {{- '{"name": "' ~ call.function.name ~ '", "arguments": ' ~ call.function.arguments ~ '}' }}
+            {{- '' if loop.last else ', ' }}
+        {%- endfor %}{{- ']' }}
+    {%- endif %}
+    {{- '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
 """
 
 CALL_FAMILIES = {
@@ -251,6 +298,9 @@ CALL_FAMILIES = {
     "MiniMax M2": _MINIMAX_M2,
     "DeepSeek V3": _DEEPSEEK_V3,
     "DeepSeek V3.1": _DEEPSEEK_V31,
-    "Llama 3.2 pythonic": _PYTHONIC,
-    "Gemma 4": _GEMMA4,
+    "Kimi K2": _KIMI_K2,
+    "Granite 3": _GRANITE,
+    "Command R7B": _COMMAND_R7B,
+    "Phi-4-mini": _PHI4_MINI,
+    **LITERAL_FAMILIES,
 }

@@ -93,9 +93,12 @@ def test_arguments_are_text_where_the_template_joins_text() -> None:
             text = render_chat(FAMILIES[name], [USER, *calling(call(given))])
             assert json.dumps(arguments, ensure_ascii=False) in text
         assert '{"a": "cut' in render_chat(FAMILIES[name], [USER, *calling(call('{"a": "cut'))])
-    joined = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ '=' ~ c.function.arguments }}"
-    text = render_chat(joined + "{% endfor %}{% endfor %}", [USER, *calling(call(arguments))])
+    joined = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}NAME"
+    joined += "{{ '=' ~ c.function.arguments }}{% endfor %}{% endfor %}"
+    text = render_chat(joined.replace("NAME", "{{ c.function.name }}"), [USER, *calling(call(arguments))])
     assert json.loads(text.partition("=")[2]) == arguments
+    with pytest.raises(InvalidRequestError, match="does not show calls"):
+        render_chat(joined, [USER, *calling(call(arguments))])
 
 
 def test_text_beside_calls_is_a_turn_of_its_own_where_it_would_vanish() -> None:
@@ -113,6 +116,16 @@ def test_ids_have_nine_characters_where_the_template_asks_for_them() -> None:
     kept = [USER, *calling(call({"k": 1}, id="aB3456789")), {**TURNS["calls"][1], "tool_call_id": "aB3456789"}]
     assert render_chat(source, kept, tools=[WEATHER]).count("aB3456789") == 2
     assert len({shorten_id(f"call_{number}") for number in range(500)}) == 500
+
+
+def test_ids_have_the_name_where_the_template_shows_no_other() -> None:
+    again = [*calling(call({"k": 2}, id="call_b")), {**TURNS["calls"][1], "tool_call_id": "call_b", "content": "r1x"}]
+    text = render_chat(FAMILIES["Kimi K2"], [USER, *TURNS["calls"], *again], tools=[WEATHER])
+    name = TURNS["calls"][0]["tool_calls"][0]["function"]["name"]
+    for number, result in enumerate(("r0x", "r1x")):
+        assert f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>" in text
+        assert f"## Return of functions.{name}:{number}\n{result}" in text
+    assert "call_" not in text.replace("tool_call_", "").replace("tool_calls_", "")
 
 
 def test_what_is_left_out_is_refused() -> None:
@@ -146,6 +159,7 @@ def test_what_the_log_says() -> None:
         "text beside calls is a message of its own",
     ]
     assert "ids of calls are mapped to nine letters and digits" in describe("Mistral")
+    assert "ids of calls are mapped to functions.name:0, for the name is not shown" in describe("Kimi K2")
     assert describe("ChatML") == ["calls and messages of role tool are refused"]
 
 

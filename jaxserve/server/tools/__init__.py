@@ -6,13 +6,12 @@ from jaxserve.server.tools.answer_parser import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     AnswerParser,
-    guess_reasoning_parser,
-    guess_tool_parser,
     make_answer_parser,
     needs_special_tokens,
 )
+from jaxserve.server.tools.call_text import ForcedCall
+from jaxserve.server.tools.detection import guess_reasoning_parser, guess_tool_parser
 from jaxserve.server.tools.grammar import constrain_calls, has_call_grammar
-from jaxserve.server.tools.json_calls import ForcedCall
 from jaxserve.server.tools.spec import ToolSet, read_tools
 
 __all__ = [

@@ -7,64 +7,23 @@ token outside of calls is content.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.events import ArgumentsDelta, CallBegun, CallEnded, Event, ParserEvent, TextDelta
+from jaxserve.server.tools.call_formats import CALL_FORMATS, FORCED_ARRAY, CallFormat
+from jaxserve.server.tools.call_text import CallsOrForm, CallTextParser, ForcedCall
 from jaxserve.server.tools.harmony import HarmonyParser
-from jaxserve.server.tools.json_calls import (
-    DEEPSEEK_V3,
-    DEEPSEEK_V31,
-    FORCED_ARRAY,
-    GLM,
-    HERMES,
-    LLAMA3_JSON,
-    MINIMAX_M2,
-    MISTRAL,
-    QWEN3_CODER,
-    CallFormat,
-    CallsOrForm,
-    CallTextParser,
-    ForcedCall,
-)
 from jaxserve.server.tools.json_scanner import JsonScanner
-from jaxserve.server.tools.marked_calls import DEEPSEEK
 from jaxserve.server.tools.parser_parts import BLANKS, ToolParser
 from jaxserve.server.tools.reasoning import REASONING_FORMATS, ReasoningParser, find_place
 from jaxserve.server.tools.spec import ToolSet
 
-CALL_FORMATS: Mapping[str, CallFormat] = {
-    "hermes": HERMES,
-    "llama3_json": LLAMA3_JSON,
-    "mistral": MISTRAL,
-    "qwen3_coder": QWEN3_CODER,
-    "qwen3_xml": QWEN3_CODER,
-    "glm45": GLM,
-    "glm47": GLM,
-    "minimax_m2": MINIMAX_M2,
-    "deepseek_v3": DEEPSEEK_V3,
-    "deepseek_v31": DEEPSEEK_V31,
-}
 # vLLM's names for parsers of calls and of reasoning. In harmony either reads the whole answer.
-_HARMONY_TOOLS, _HARMONY_REASONING = "openai", "openai_gptoss"
+HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 
-_CHANNEL = "<|channel|>"
-_SHOWN_BY = (  # the texts of a template that show a format; the first that has all of them counts
-    ((_CHANNEL,), _HARMONY_TOOLS),
-    (("[TOOL_CALLS]",), "mistral"),
-    (("<minimax:tool_call>",), "minimax_m2"),
-    (("<tool_call>", "<arg_key>"), "glm45"),
-    (("<tool_call>", "<function="), "qwen3_coder"),
-    (("<tool_call>",), "hermes"),
-    ((DEEPSEEK.first, "```json"), "deepseek_v3"),
-    ((DEEPSEEK.first,), "deepseek_v31"),
-    (("<|python_tag|>", "parameters"), "llama3_json"),
-    (("ipython", "parameters"), "llama3_json"),
-)
-
-TOOL_PARSERS = (*CALL_FORMATS, _HARMONY_TOOLS)
-REASONING_PARSERS = (*REASONING_FORMATS, _HARMONY_REASONING)
+TOOL_PARSERS = (*CALL_FORMATS, HARMONY_TOOLS)
+REASONING_PARSERS = (*REASONING_FORMATS, HARMONY_REASONING)
 
 
 @dataclass(slots=True)
@@ -212,30 +171,20 @@ def make_answer_parser(
     if is_constrained:
         calls = CallsOrForm(form, names, parameters) if form is not None and names is not None else None
         return AnswerParser(tools=calls, max_calls=max_calls)
-    if tool_parser == _HARMONY_TOOLS or reasoning_parser == _HARMONY_REASONING:
+    if tool_parser == HARMONY_TOOLS or reasoning_parser == HARMONY_REASONING:
         return AnswerParser(tools=HarmonyParser(names, in_message=begun is not None), max_calls=max_calls)
     reasoning, tools = None, None
-    if reasoning_parser is not None:
-        inside, continues = find_place(prompt, begun or "", reasoning_parser)
-        marks = REASONING_FORMATS[reasoning_parser]
+    marks = REASONING_FORMATS.get(reasoning_parser or "")
+    if marks is not None:
+        inside, continues = find_place(prompt, begun or "", str(reasoning_parser))
         reasoning = ReasoningParser(marks, starts_inside=bool(inside), continues=continues)
     if form is not None and names is not None:
         tools = CallTextParser(form, names, parameters)
+    elif marks is not None and marks.drops:
+        tools = CallTextParser(CallFormat({}, drops=marks.drops))
     return AnswerParser(reasoning, tools, max_calls=max_calls, is_forced=is_forced)
 
 
 def needs_special_tokens(name: str | None) -> bool:
     """Whether text for this parser, of calls or reasoning, must include special tokens: all parsers need them."""
     return name in TOOL_PARSERS or name in REASONING_PARSERS
-
-
-def guess_tool_parser(chat_template: str | None) -> str | None:
-    """Returns the parser for the calls in a chat template; None if it has none, or an unknown format."""
-    template = chat_template or ""
-    found = (parser for texts, parser in _SHOWN_BY if all(text in template for text in texts))
-    return next(found, None)
-
-
-def guess_reasoning_parser(chat_template: str | None) -> str | None:
-    """Returns the parser for answers that mean nothing without one: those in channels; else None."""
-    return _HARMONY_REASONING if _CHANNEL in (chat_template or "") else None

@@ -12,6 +12,7 @@ from jaxserve.server.tools.json_scanner import JsonScanner, begins_value
 from jaxserve.server.tools.parser_parts import BLANKS
 
 _NAME, _OTHER = "name", "other"
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")  # model families differ; the first one in a call counts
 _KEY = "key"
 # Transitions by state: character -> next state. `begins_value` says which characters begin a value.
@@ -143,7 +144,7 @@ class JsonCallReader:
                 self._start(out)
 
     def _find_role(self, key: str | None) -> str:
-        if key == "name" and self._name is None:
+        if key in _NAMES and self._name is None:
             return _NAME
         if key in _ARGUMENTS and not self._has_arguments:
             self._has_arguments = True

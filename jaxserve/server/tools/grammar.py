@@ -10,8 +10,8 @@ from functools import partial
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars.source import write_rule
-from jaxserve.server.tools.answer_parser import CALL_FORMATS
-from jaxserve.server.tools.marked_calls import DEEPSEEK
+from jaxserve.server.tools.call_formats import CALL_FORMATS, CallFormat
+from jaxserve.server.tools.marked_calls import DEEPSEEK, KIMI, CallMarks
 from jaxserve.server.tools.reasoning import REASONING_FORMATS, find_place
 from jaxserve.server.tools.spec import ToolSet
 from jaxserve.server.tools.xml_calls import GLM_MARKS, MINIMAX_MARKS, QWEN3_CODER_MARKS, XmlMarks
@@ -27,6 +27,7 @@ class CallSyntax:
     separator: str = ""  # between two calls, instead of further text
     has_opener: bool = True  # else a call begins an answer, and only there
     bare: str = r"\{"  # without an opener: the pattern that a call begins with
+    repeats: bool = True  # else all calls are in one `call`
 
 
 def has_call_grammar(parser: str | None) -> bool:
@@ -64,7 +65,7 @@ def constrain_calls(
         raise InvalidRequestError(message, field="structured_outputs" if form is not None else "tools")
     if form is None:
         tools = tools.narrow() if tools.is_forced else tools.loosen()
-    writer = _Writer(_SYNTAXES[parser], CALL_FORMATS[parser].opener, tools, special_tokens)
+    writer = _Writer(_SYNTAXES[parser], CALL_FORMATS[parser], tools, special_tokens)
     if form is not None:
         rules = ["start: form | calls", write_rule(form, "form"), *writer.write_calls()]
     else:
@@ -79,22 +80,23 @@ def constrain_calls(
 class _Writer:
     """Writes the rules of one grammar."""
 
-    def __init__(
-        self, syntax: CallSyntax, opener: str | None, tools: ToolSet, special_tokens: Mapping[str, int]
-    ) -> None:
-        self._syntax, self._opener, self.tools, self._special_tokens = syntax, opener, tools, special_tokens
+    def __init__(self, syntax: CallSyntax, form: CallFormat, tools: ToolSet, special_tokens: Mapping[str, int]) -> None:
+        self._syntax, self._form, self.tools, self._special_tokens = syntax, form, tools, special_tokens
+        self._opener = form.opener
 
     def mark(self, text: str) -> str:
-        """Returns a mark as a term: a special token, if it is one."""
-        if text in self._special_tokens:
-            return f"<[{self._special_tokens[text]}]>"
-        return json.dumps(text, ensure_ascii=False)
+        """Returns a mark as a term: a special token, if it is or begins with one."""
+        found = max((token for token in self._special_tokens if text.startswith(token)), key=len, default="")
+        rest = json.dumps(text[len(found) :], ensure_ascii=False)
+        if not found:
+            return rest
+        return f"<[{self._special_tokens[found]}]>" + (f" {rest}" if found != text else "")
 
     def write_calls(self) -> list[str]:
         """Returns the rule `calls`, of nothing but calls, and those that it needs."""
         opener = self.mark(self._opener) if self._syntax.has_opener and self._opener else ""
         separator = json.dumps(self._syntax.separator) if self._syntax.separator else ""
-        more = f" ({separator} {opener} call)*" if self.tools.parallel else ""
+        more = f" ({separator} {opener} call)*" if self.tools.parallel and self._syntax.repeats else ""
         return [f"calls: {opener} call{more}", self._syntax.write(self)]
 
     def write_text(self, reasoning_parser: str | None) -> list[str]:
@@ -104,17 +106,23 @@ class _Writer:
             patterns.append(rf"\s*{_escape(REASONING_FORMATS[reasoning_parser].opener)}(?s:.*)")
         if not syntax.has_opener:
             patterns.append(rf"\s*{syntax.bare}(?s:.*)")
+        patterns += [_write_containing(mark) for mark in self._form.synonyms]
         rules = self.write_until("lead", self._opener, patterns) if self._opener is not None else []
         if self._opener is not None:
-            patterns.append(rf"(?s:.*){_escape(self._opener)}(?s:.*)")
+            patterns.append(_write_containing(self._opener))
         if not syntax.has_opener:
             lead = " | lead calls" if self._opener is not None else ""
             start = f"text: (TAIL | calls{lead})?"
         elif self.tools.parallel:
-            start = "text: (lead call)* TAIL?"
+            start = f"text: (lead call)* {self._write_free('TAIL')}"
         else:
-            start = "text: (lead call)? TAIL?"
+            start = f"text: (lead call)? {self._write_free('TAIL')}"
         return [start, f"TAIL: {_write_terminal('+', patterns)}", *rules]
+
+    def _write_free(self, terminal: str) -> str:
+        """Returns a terminal of text, or none, as a term; marks that are no content may be in it."""
+        drops = [self.mark(mark) for mark in self._form.drops if mark in self._special_tokens]
+        return f"({' | '.join((terminal, *drops))})*" if drops else f"{terminal}?"
 
     def write_start(self, body: str, reasoning_parser: str | None, place: bool | None) -> list[str]:
         """Returns the rule `start`: the body, behind reasoning if there is any.
@@ -127,7 +135,7 @@ class _Writer:
         marks, is_forced = REASONING_FORMATS[reasoning_parser], self.tools.is_forced
         opener = "" if place else f"GAP? {self.mark(marks.opener)} "
         thought = f"{opener}reasoning GAP? {body}" if is_forced else f"{opener}reasoning {body} | {opener}INSIDE?"
-        inside = _write_terminal("+", [rf"(?s:.*){_escape(marks.closer)}(?s:.*)"])
+        inside = _write_terminal("+", [_write_containing(marks.closer)])
         rules = [f"start: {thought}" if place else f"start: {body} | {thought}"]
         if not is_forced or marks.closer in self._special_tokens:
             rules.append(f"INSIDE: {inside}")
@@ -138,9 +146,14 @@ class _Writer:
         if mark in self._special_tokens:  # no text spells it
             if before is not None:
                 return [f"{name}: {before}? {self.mark(mark)}"]
-            term = _write_terminal("+", [*patterns, rf"(?s:.*){_escape(mark)}(?s:.*)"])
-            return [f"{name}: {name.upper()}? {self.mark(mark)}", f"{name.upper()}: {term}"]
+            term = _write_terminal("+", [*patterns, _write_containing(mark)])
+            return [f"{name}: {self._write_free(name.upper())} {self.mark(mark)}", f"{name.upper()}: {term}"]
         return [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: /(?s:.*){_escape(mark)}/{_exclude(patterns)}"]
+
+
+def _write_containing(mark: str) -> str:
+    """Returns the pattern of text with a mark in it."""
+    return rf"(?s:.*){_escape(mark)}(?s:.*)"
 
 
 def _write_terminal(repeat: str, excluded: Sequence[str]) -> str:
@@ -173,16 +186,26 @@ def _write_mistral(writer: _Writer) -> str:
     return f'call: " "? %json {array} | {named}'
 
 
-def _write_deepseek(behind_begin: str, behind_name: str, end: str, separator: str, writer: _Writer) -> str:
-    """Calls of one answer stand between one pair of marks."""
-    begin, sep, close, last = map(writer.mark, (DEEPSEEK.begin, DEEPSEEK.sep, DEEPSEEK.end, DEEPSEEK.last))
-    prefix, suffix = (f"{json.dumps(behind_begin)} {sep}", "") if behind_begin else ("", sep)
+def _write_array(arguments: str, name: str, call_id: str | None, end: str, writer: _Writer) -> str:
+    array = json.dumps(writer.tools.make_array_schema(arguments, name, call_id))
+    return f"call: %json {array} {writer.mark(end) if end else ''}"
+
+
+def _write_open_array(writer: _Writer) -> str:
+    """The opener has the array's bracket."""
+    more = ' ("," " "? one)*' if writer.tools.parallel else ""
+    return f'call: one{more} "]"\none: %json {json.dumps(writer.tools.make_call_schema("arguments"))}'
+
+
+def _write_marked(marks: CallMarks, before: str, behind: str, end: str, separator: str, writer: _Writer) -> str:
+    """Calls of one answer stand between one pair of marks; SEP is the mark before the arguments."""
+    begin, sep, close, last = map(writer.mark, (marks.begin, marks.sep, marks.end, marks.last))
+    before, behind = before.replace("SEP", sep), behind.replace("SEP", sep)
     named = " | ".join(
-        f"{json.dumps(tool.name)} {suffix} {behind_name} %json {json.dumps(tool.arguments_schema)}"
-        for tool in writer.tools.tools
+        f"{json.dumps(tool.name)} {behind} %json {json.dumps(tool.arguments_schema)}" for tool in writer.tools.tools
     )
     more = f" ({separator} one)*" if writer.tools.parallel else ""
-    return f"call: one{more} {last}\none: {begin} {prefix} named {end} {close}\nnamed: {named}"
+    return f"call: one{more} {last}\none: {begin} {before} named {end} {close}\nnamed: {named}"
 
 
 def _write_xml(marks: XmlMarks, before: str, behind: str, writer: _Writer) -> str:
@@ -197,7 +220,6 @@ def _write_xml(marks: XmlMarks, before: str, behind: str, writer: _Writer) -> st
     return "\n".join((*rules, *writer.write_until("value", marks.value_end, [])))
 
 
-_FENCE = json.dumps("\n```json\n"), json.dumps("\n```")
 _QWEN3_CODER = CallSyntax(partial(_write_xml, QWEN3_CODER_MARKS, "\n<function=", "</tool_call>"), "\n")
 _GLM = CallSyntax(partial(_write_xml, GLM_MARKS, "", ""), "\n")
 _SYNTAXES: Mapping[str, CallSyntax] = {
@@ -206,9 +228,16 @@ _SYNTAXES: Mapping[str, CallSyntax] = {
     "mistral": CallSyntax(_write_mistral),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
+    "mimo": _QWEN3_CODER,
     "glm45": _GLM,
     "glm47": _GLM,
     "minimax_m2": CallSyntax(partial(_write_xml, MINIMAX_MARKS, '\n<invoke name="', "</minimax:tool_call>"), "\n"),
-    "deepseek_v3": CallSyntax(partial(_write_deepseek, "function", *_FENCE, json.dumps("\n"))),
-    "deepseek_v31": CallSyntax(partial(_write_deepseek, "", "", "", "")),
+    "deepseek_v3": CallSyntax(
+        partial(_write_marked, DEEPSEEK, '"function" SEP', r'"\n```json\n"', r'"\n```"', r'"\n"')
+    ),
+    "deepseek_v31": CallSyntax(partial(_write_marked, DEEPSEEK, "", "SEP", "", "")),
+    "kimi_k2": CallSyntax(partial(_write_marked, KIMI, '"functions."', '":" /[0-9]{1,3}/ SEP', "", "")),
+    "granite": CallSyntax(partial(_write_array, "arguments", "name", None, "")),
+    "phi4_mini_json": CallSyntax(_write_open_array),
+    "cohere_command3": CallSyntax(partial(_write_array, "parameters", "tool_name", "tool_call_id", "<|END_ACTION|>")),
 }

@@ -1,4 +1,4 @@
-"""Calls whose name and arguments, an object of JSON, stand between marks: DeepSeek's."""
+"""Calls whose name and arguments, an object of JSON, stand between marks: DeepSeek's and Kimi's."""
 
 from __future__ import annotations
 
@@ -13,21 +13,37 @@ NAME, WORD = "name", "word"  # steps that read such characters as names have
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSeekMarks:
-    """The marks around DeepSeek's calls."""
+class CallMarks:
+    """The marks around one family's calls: all of them, each, and its arguments."""
 
-    first: str = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
-    begin: str = "<\uff5ctool\u2581call\u2581begin\uff5c>"
-    sep: str = "<\uff5ctool\u2581sep\uff5c>"
-    end: str = "<\uff5ctool\u2581call\u2581end\uff5c>"
-    last: str = "<\uff5ctool\u2581calls\u2581end\uff5c>"
+    first: str
+    begin: str
+    sep: str
+    end: str
+    last: str
 
 
-DEEPSEEK = DeepSeekMarks()
+DEEPSEEK = CallMarks(
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581sep\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+)
+KIMI = CallMarks(
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
 
 
 class MarkedCallReader(ObjectCallReader):
-    """Reads a call step by step: names, words that mean nothing, literal marks after any blanks, and the arguments."""
+    """Reads a call step by step: names, words that mean nothing, literal marks after any blanks, and the arguments.
+
+    Of a name with points the last part counts: Kimi writes `functions.f`.
+    """
 
     def __init__(self, steps: Sequence[str], index: int, make_id: Callable[[], str], raw: list[str]) -> None:
         super().__init__(index, make_id, raw)
@@ -43,8 +59,9 @@ class MarkedCallReader(ObjectCallReader):
             if character in NAME_CHARACTERS:
                 self._part += character
                 return 1
-            self._name = self._part if step == NAME else self._name
-            self.ended = self.broken = not self._part
+            part = self._part.rpartition(".")[2] if step == NAME else self._part
+            self._name = part if step == NAME else self._name
+            self.ended = self.broken = not part
             self._at_step, self._part = self._at_step + 1, ""
             return 0
         if step is None:

@@ -16,14 +16,21 @@ class ReasoningFormat:
     opener: str = "<think>"
     closer: str = "</think>"
     starts_inside: bool = False  # the text begins inside, unless the prompt says
+    drops: tuple[str, ...] = ()  # marks around the answer behind it, which are no content
 
 
+COHERE_ANSWER = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {  # by vLLM's names
+    "cohere_command3": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", drops=COHERE_ANSWER),
     "deepseek_r1": ReasoningFormat(starts_inside=True),
     "deepseek_v3": ReasoningFormat(),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>"),
     "glm45": ReasoningFormat(),
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    "kimi_k2": ReasoningFormat(starts_inside=True),
     "minimax_m2": ReasoningFormat(starts_inside=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "olmo3": ReasoningFormat(starts_inside=True),
     "qwen3": ReasoningFormat(),
 }
 

@@ -108,31 +108,33 @@ class ToolSet:
             reason = str(error).removeprefix(f"{error.field}: ")
             raise InvalidRequestError(f"as the schema of a forced call: {reason}", field=where) from error
 
-    def make_array_schema(self, arguments: str) -> dict[str, Any]:
-        """Returns the schema of an array of calls; the arguments are as in `make_call_schema`."""
-        call = self.make_call_schema(arguments)
+    def make_array_schema(self, arguments: str, name: str = "name", call_id: str | None = None) -> dict[str, Any]:
+        """Returns the schema of an array of calls; its parts are those of `make_call_schema`."""
+        call = self.make_call_schema(arguments, name, call_id)
         schema = {"type": "array", "minItems": 1, "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
         return schema if self.parallel else {**schema, "maxItems": 1}
 
-    def make_call_schema(self, arguments: str) -> dict[str, Any]:
-        """Returns the schema of one call, an object with `name` and `arguments`, which is that member's name.
+    def make_call_schema(self, arguments: str, name: str = "name", call_id: str | None = None) -> dict[str, Any]:
+        """Returns the schema of one call, an object.
+
+        Args:
+            arguments: the member with the arguments.
+            name: the member with the function's name.
+            call_id: a member before both, a short number as text; None: there is none.
 
         Raises:
             InvalidRequestError: a tool's schema has references that cannot be moved.
         """
+        number = {call_id: {"type": "string", "pattern": "^[0-9]{1,4}$"}} if call_id is not None else {}
         definitions, calls = {}, []
         for at, tool in enumerate(self.tools):
             place = f"tool{at}"
             definitions[place] = move_schema(
                 tool.arguments_schema, f"#/$defs/{place}", f"tools[{at}].function.parameters"
             )
+            members = {**number, name: {"const": tool.name}, arguments: {"$ref": f"#/$defs/{place}"}}
             calls.append(
-                {
-                    "type": "object",
-                    "properties": {"name": {"const": tool.name}, arguments: {"$ref": f"#/$defs/{place}"}},
-                    "required": ["name", arguments],
-                    "additionalProperties": False,
-                }
+                {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
             )
         return {"anyOf": calls, "$defs": definitions}
 

@@ -157,18 +157,13 @@ def test_a_grammar_beside_tools_allows_calls_at_the_beginning(name: str, text: s
 
 def test_names() -> None:
     assert set(TOOL_PARSERS) == {
-        "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml", "glm45", "glm47", "deepseek_v3",
-        "deepseek_v31", "minimax_m2",
+        "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml", "mimo", "glm45", "glm47",
+        "deepseek_v3", "deepseek_v31", "minimax_m2", "kimi_k2", "granite", "cohere_command3", "phi4_mini_json",
     }  # fmt: skip
     assert set(REASONING_PARSERS) == {
-        "deepseek_r1",
-        "deepseek_v3",
-        "glm45",
-        "minimax_m2",
-        "mistral",
-        "qwen3",
-        "openai_gptoss",
-    }
+        "deepseek_r1", "deepseek_v3", "glm45", "minimax_m2", "mistral", "qwen3", "openai_gptoss", "kimi_k2",
+        "granite", "cohere_command3", "gemma4", "olmo3",
+    }  # fmt: skip
     assert all(map(needs_special_tokens, [*TOOL_PARSERS, *REASONING_PARSERS])) and not needs_special_tokens(None)
     for arguments, field in ((("x", None), "tool_call_parser"), ((None, "x"), "reasoning_parser")):
         with pytest.raises(ConfigError) as caught:

@@ -11,7 +11,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars import GrammarCompiler
 from jaxserve.presets import demo_model_dir
 from jaxserve.server.tools import TOOL_PARSERS, ToolSet, constrain_calls, has_call_grammar, read_tools
-from jaxserve.server.tools.answer_parser import CALL_FORMATS
+from jaxserve.server.tools.call_formats import CALL_FORMATS
 from jaxserve.server.tools.reasoning import REASONING_FORMATS
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers import Tokenizer, load_tokenizer

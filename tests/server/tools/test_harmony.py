@@ -133,4 +133,4 @@ def test_an_answer_that_a_grammar_constrains_has_no_channels() -> None:
 def test_parsers_are_guessed_from_a_template() -> None:
     template = "<|start|>assistant<|channel|>commentary to=functions.x<|message|>{{ python_tag }}"
     assert (guess_tool_parser(template), guess_reasoning_parser(template)) == ("openai", "openai_gptoss")
-    assert guess_reasoning_parser("<think>") is guess_reasoning_parser(None) is None
+    assert guess_reasoning_parser("{{ messages }}") is guess_reasoning_parser(None) is None

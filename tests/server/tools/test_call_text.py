@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.server.events import ArgumentsDelta, CallBegun, TextDelta
-from jaxserve.server.tools.json_calls import FORCED_ARRAY, HERMES, LLAMA3_JSON, MISTRAL, CallFormat, CallTextParser
+from jaxserve.server.tools.call_formats import FORCED_ARRAY, HERMES, LLAMA3_JSON, MISTRAL, CallFormat
+from jaxserve.server.tools.call_text import CallTextParser
 from tests.examples import scale_examples
 from tests.server.tools.helpers import CountedText, cut, join_text, read, summarise
 
