@@ -1,7 +1,7 @@
-// OpenAI's JavaScript client against a running server: `node suite.mjs http://127.0.0.1:8000`.
-// Prints one line for each test, "ok NAME" or "not ok NAME: REASON".
+// OpenAI's JavaScript client against a running server: `node openai.mjs http://127.0.0.1:8000`.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
+import { countRunning, runSuite, waitUntilIdle } from "./running.mjs";
 
 const root = process.argv[2];
 const model = "demo";
@@ -21,20 +21,6 @@ async function collect(stream, read) {
   const pieces = [];
   for await (const chunk of stream) pieces.push(read(chunk));
   return pieces;
-}
-
-async function runningRequests() {
-  const text = await (await fetch(`${root}/metrics`)).text();
-  const found = text.match(/^jaxserve:num_requests_running\S* (\S+)$/m);
-  return Number(found[1]);
-}
-
-async function waitUntilIdle() {
-  for (let turn = 0; turn < 400; turn += 1) {
-    if ((await runningRequests()) === 0) return;
-    await new Promise((resolve) => setTimeout(resolve, 50));
-  }
-  assert.fail("a row is still taken");
 }
 
 function checkWeather(text) {
@@ -202,14 +188,14 @@ const tests = {
   async "timeouts and aborted streams free the row"() {
     const long = { ...story, max_tokens: 900, ignore_eos: true };
     await assert.rejects(client.completions.create(long, { timeout: 300 }), OpenAI.APIConnectionTimeoutError);
-    await waitUntilIdle();
+    await waitUntilIdle(root);
     const stream = await client.completions.create({ ...long, stream: true });
     for await (const chunk of stream) {
       assert.ok(chunk.choices[0].text !== undefined);
-      assert.equal(await runningRequests(), 1);
+      assert.equal(await countRunning(root), 1);
       break; // the client aborts a stream that is left
     }
-    await waitUntilIdle();
+    await waitUntilIdle(root);
   },
 
   async "many at once are what one is alone"() {
@@ -219,15 +205,4 @@ const tests = {
   },
 };
 
-let failed = 0;
-for (const [name, test] of Object.entries(tests)) {
-  try {
-    await test();
-    console.log(`ok ${name}`);
-  } catch (error) {
-    failed += 1;
-    console.log(`not ok ${name}: ${String(error.stack ?? error).replaceAll("\n", " | ")}`);
-  }
-}
-console.log(`# ${Object.keys(tests).length} tests, ${failed} failed`);
-process.exit(failed ? 1 : 0);
+await runSuite(tests);
