@@ -4,6 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 CLUSTER := .venv-cluster
 RAY := .venv-ray
+AGENTS := .venv-agents
 RUN := $(VENV)/bin/python
 OLDEST_JAX := 0.11.2
 # One smoke of each room that an older jax can change: docs/testing.md.
@@ -21,9 +22,9 @@ PYTEST = -m pytest -n 2 --dist worksteal $(if $(COSTS),--costs $(COSTS))
 CI := -m 'not thorough and not docs' --hypothesis-profile quick
 FAST := -m 'not slow and not thorough and not docs' --hypothesis-profile quick
 FULL := -m 'not docs'
-ENGINE_ROOMS := $(addprefix --ignore tests/,server pallas_kernels nodes)
+ENGINE_ROOMS := $(addprefix --ignore tests/,server pallas_kernels nodes agents)
 
-.PHONY: setup demo attack ci test test-full test-docs test-docs-full test-all lock audit test-fast test-oldest test-oldest-full list-oldest-tests test-kernels test-kernels-full test-gate test-gate-full test-server test-server-full test-cluster test-ray soak lint format bench-host bench-regression reference-env goldens sampling-goldens clean help
+.PHONY: setup demo attack ci test test-full test-docs test-docs-full test-all lock audit test-fast test-oldest test-oldest-full list-oldest-tests test-kernels test-kernels-full test-gate test-gate-full test-server test-server-full test-cluster test-ray test-agents soak lint format bench-host bench-regression reference-env goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
@@ -45,6 +46,7 @@ help:
 	@echo "make ci              what runs before a change lands, but for what passed already"
 	@echo "make test-cluster    two nodes that run one engine, copies of it behind a router, and what is lost when one of them dies"
 	@echo "make test-ray        the demo model in Ray Serve, where Ray has packages"
+	@echo "make test-agents     Codex, Claude Code and the libraries of agents, as released, against servers"
 	@echo "make lint            ruff, as CI runs it"
 	@echo "make bench-host      host time per step on a device that does nothing"
 	@echo "make bench-regression   counts of the engine against committed bounds, as CI runs it"
@@ -141,6 +143,15 @@ $(RAY)/.ready: pyproject.toml
 test-ray: $(RAY)/.ready
 	$(RAY)/bin/python -m pytest tests/tools/cluster/test_ray_serve.py tests/tools/cluster/test_ray_options.py
 
+$(AGENTS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install $(PIP_FLAGS) --editable '.[test,agents]'
+	touch $@
+
+# Node's packages are installed by the tests that use them.
+test-agents: $(AGENTS)/.ready
+	$(AGENTS)/bin/python -m pytest tests/agents
+
 test-kernels: setup
 	$(RUN) $(PYTEST) $(CI) $(or $(TESTS),tests/pallas_kernels)
 
@@ -190,4 +201,4 @@ sampling-goldens: reference-env
 	.venv-reference/bin/python scripts/make_sampling_goldens.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(CLUSTER) $(RAY) .venv-reference .venv-audit .wheels .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(CLUSTER) $(RAY) $(AGENTS) .venv-reference .venv-audit .wheels .pytest_cache .ruff_cache .hypothesis

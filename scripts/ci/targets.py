@@ -107,6 +107,7 @@ TARGETS = (
         ci=None,
         full="test-ray",
     ),
+    Target("agents", ("tests/agents",), ci=None, full="test-agents"),
     Target("attack", ci=None, full="attack", files=("scripts/attack_server.py",)),
     # Last, because it always runs: the output of CI ends with pytest's own lines.
     Target("house", HOUSE, is_kept=False),
