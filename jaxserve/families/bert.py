@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
+from functools import partial
 
 from jaxserve.core.layers.embedding import AddedEmbeddings
-from jaxserve.core.layers.pooling import PoolerConfig
+from jaxserve.core.layers.mlp import plain_mlp
 from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table, Trunk
 from jaxserve.core.models.blocks import post_norm_layer
-from jaxserve.core.models.common import build_config, read_attention, read_mlp, read_norm, read_num_layers
+from jaxserve.core.models.common import build_config, make_encoder, read_attention, read_mlp, read_norm, read_num_layers
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig
 from jaxserve.core.models.parameters import attention_params, norm_params, plain_mlp_params
 from jaxserve.errors import ConfigError
+from jaxserve.pooling_options import PoolingType
 
 KEYS: dict[str, object] = {
     "vocab_size": REQUIRED,
@@ -54,25 +56,27 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 
 def read_encoder(config: HFConfig, family: str, *, first_position: int) -> DecoderConfig:
-    """Returns the model of a config.json with BERT's keys, whose texts begin at row `first_position` of positions.
-
-    Each text is computed whole, so the layers write the same pages one after another.
-    """
+    """Returns the model of a config.json with BERT's keys, whose texts begin at row `first_position` of positions."""
     config.require(position_embedding_type="absolute")
     config.require_off("is_decoder", "add_cross_attention")
-    attention = dataclasses.replace(read_attention(config, qkv_bias=True, out_bias=True), causal=False)
-    first = LayerKind(attention, None, None, read_mlp(config, bias=True))
-    others = dataclasses.replace(first, page_owner=0)
-    norm = read_norm(config, "layer_norm_eps", centered=True, bias=True, wide=True)
-    model = build_config(config, family, layers=(first, *(others,) * (read_num_layers(config) - 1)), norm=norm)
-    rows, types = model.max_position_embeddings, config.integer("type_vocab_size", minimum=0)
+    kind = LayerKind(read_attention(config, qkv_bias=True, out_bias=True), None, None, read_mlp(config, bias=True))
+    rows = config.integer("max_position_embeddings")
+    model = build_encoder(config, family, kind, AddedEmbeddings(rows, first_position))
     longest = rows - first_position
     if longest < 1:
         message = f"must be above {first_position}, the row of a text's first position, not {rows}"
         raise ConfigError(message, field="max_position_embeddings", value=rows)
-    embedding = dataclasses.replace(model.embedding, added=AddedEmbeddings(rows, first_position, types))
-    model = dataclasses.replace(model, embedding=embedding, final_norm=False, pooler=PoolerConfig("CLS"))
-    return dataclasses.replace(model, max_position_embeddings=longest, max_model_len=longest)
+    return replace(model, max_position_embeddings=longest, max_model_len=longest)
+
+
+def build_encoder(
+    config: HFConfig, family: str, kind: LayerKind, added: AddedEmbeddings, pooling_type: PoolingType = "CLS"
+) -> DecoderConfig:
+    """Returns the model of equal layers with BERT's norms and types of tokens."""
+    norm = read_norm(config, "layer_norm_eps", centered=True, bias=True, wide=True)
+    model = build_config(config, family, layers=(kind,) * read_num_layers(config), norm=norm)
+    added = replace(added, num_types=config.integer("type_vocab_size", minimum=0))
+    return make_encoder(model, added=added, final_norm=False, pooling_type=pooling_type)
 
 
 _ATTENTION = {
@@ -90,9 +94,9 @@ def list_layer_params(layer: CheckpointLayer) -> Table:
     return table | plain_mlp_params(layer, up="intermediate.dense", down="output.dense")
 
 
-def name_trunk(module: str) -> Trunk:
+def name_trunk(module: str, layers: str = "encoder.layer") -> Trunk:
     """Returns the names of the modules around the layers, below the one around all."""
-    return Trunk(f"{module}.embeddings.word_embeddings", f"{module}.encoder.layer")
+    return Trunk(f"{module}.embeddings.word_embeddings", f"{module}.{layers}")
 
 
 def list_ignored(module: str) -> tuple[str, ...]:
@@ -106,7 +110,7 @@ FAMILY = Family(
     "BertModel",
     KEYS,
     parse,
-    post_norm_layer,
+    partial(post_norm_layer, mlp=plain_mlp),
     list_layer_params,
     ignored_keys=IGNORED_KEYS,
     trunk=name_trunk("bert"),

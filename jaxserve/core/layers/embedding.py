@@ -19,13 +19,13 @@ from jaxserve.request import TOKEN_TYPE
 class AddedEmbeddings:
     """What encoders add to the embedding of a token, in front of a norm: its position's, and its type's.
 
-    The first position of a text is row `first_position` of `num_positions`. Where there are two types (`num_types`), a
-    token is of type 1 if TOKEN_TYPE is added to its id; else all are of type 0.
+    The first position of a text is row `first_position` of `num_positions`, 0 if they are not embedded. Where there are
+    two types (`num_types`), a token is of type 1 if TOKEN_TYPE is added to its id; else all are of type 0.
     """
 
-    num_positions: int
-    first_position: int
-    num_types: int
+    num_positions: int = 0
+    first_position: int = 0
+    num_types: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ def add_embeddings(
     types: Int[Array, " T"],
 ) -> Float[Array, "T D"]:
     """Returns `x` plus the rows of `embed_positions` [P, D] and `embed_types` [types, D], behind `embed_norm`."""
-    table = params["embed_positions"]["weight"]
-    x = x + table.at[positions + config.first_position].get(mode="clip", wrap_negative_indices=False)
+    if config.num_positions:
+        table = params["embed_positions"]["weight"]
+        x = x + table.at[positions + config.first_position].get(mode="clip", wrap_negative_indices=False)
     if config.num_types:
         table = params["embed_types"]["weight"]
         x = x + (table[0] if config.num_types == 1 else table[types])

@@ -25,12 +25,16 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """`intermediate_size` is F; `activation` a key of ACTIVATIONS, without effect where the gate is `clamped`."""
+    """`intermediate_size` is F; `activation` a key of ACTIVATIONS, without effect where the gate is `clamped`.
+
+    `down_bias`: of the last projection, if not as `bias`.
+    """
 
     intermediate_size: int
     activation: str
     bias: bool = False
     clamped: ClampedGate | None = None
+    down_bias: bool | None = None
 
     @property
     def learned(self) -> Mapping[str, tuple[int, ...]]:

@@ -356,10 +356,11 @@ class Trunk:
     layers: str = "model.layers"
     final_norm: str = "model.norm"
     head: str = "lm_head"
+    embed_norm: str | None = None  # of encoders; None: LayerNorm beside the table of tokens
 
     def below(self, module: str) -> Trunk:
         """Returns the same names below another module."""
-        return Trunk(*(f"{module}.{name}" for name in dataclasses.astuple(self)))
+        return Trunk(*(name and f"{module}.{name}" for name in dataclasses.astuple(self)))
 
 
 Leaves = Mapping[str, Any]

@@ -10,7 +10,6 @@ import jax
 from jaxserve.core.layers.attention import attend
 from jaxserve.core.layers.context import LayerContext
 from jaxserve.core.layers.latent_attention import attend_latent
-from jaxserve.core.layers.mlp import MLPConfig, plain_mlp
 from jaxserve.core.layers.moe import feed_forward
 from jaxserve.core.layers.norm import normalize
 from jaxserve.core.models.base import DecoderConfig, LayerKind, Leaves, Stream
@@ -35,15 +34,19 @@ def pre_norm_layer(
 
 
 def post_norm_layer(
-    config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext
+    config: DecoderConfig,
+    kind: LayerKind,
+    leaves: Leaves,
+    x: Stream,
+    ctx: LayerContext,
+    *,
+    mlp: Callable[..., Stream] = feed_forward,
 ) -> tuple[Stream, jax.Array]:
-    """A norm after each sum, and a feed-forward block without a gate, as in BERT."""
+    """A norm after each sum, as in BERT."""
     norm = config.norm
     attended, pages = attend(kind.attention, norm, leaves, x, ctx)
     x = normalize(norm, leaves["attn_norm"], x + attended)
-    assert isinstance(kind.mlp, MLPConfig)
-    fed = plain_mlp(kind.mlp, leaves, x, ctx)
-    return normalize(norm, leaves["mlp_norm"], x + fed), pages
+    return normalize(norm, leaves["mlp_norm"], x + mlp(kind.mlp, leaves, x, ctx)), pages
 
 
 latent_layer = partial(pre_norm_layer, attend=attend_latent)

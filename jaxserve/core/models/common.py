@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxserve.core.layers.activations import ACTIVATIONS
 from jaxserve.core.layers.attention import AttentionConfig, QKNorm
-from jaxserve.core.layers.embedding import EmbeddingConfig
+from jaxserve.core.layers.embedding import AddedEmbeddings, EmbeddingConfig
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.norm import NormConfig
+from jaxserve.core.layers.pooling import PoolerConfig
 from jaxserve.core.layers.rope import RopeConfig
 from jaxserve.core.models.base import DecoderConfig, LayerKind
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig, check_integer, check_mapping
 from jaxserve.core.models.rope_config import parse_rope, rope_parameters
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.pooling_options import PoolingType
 
 # Keys that every family knows. Sizes have no default, because files state them; families with a default override the
 # entry.
@@ -183,6 +187,32 @@ def window_layers(
         _SLIDING: LayerKind(attention, window, sliding_rope or rope, mlp),
     }
     return tuple(kinds[kind] for kind in types)
+
+
+def make_encoder(
+    model: DecoderConfig,
+    *,
+    added: AddedEmbeddings | None = None,
+    final_norm: bool = True,
+    pooling_type: PoolingType = "CLS",
+) -> DecoderConfig:
+    """Returns the encoder with a decoder's layers: no causal masks, and windows are radii.
+
+    Each text is computed whole, so layers of equal windows write the same pages, one after another. `pooling_type` is
+    that of a model without modules.json.
+    """
+    layers, owners = [], dict[int | None, int]()
+    for index, kind in enumerate(model.layers):
+        owner = owners.setdefault(kind.window, index)
+        mixer = replace(kind.attention, causal=False)
+        layers.append(replace(kind, mixer=mixer, page_owner=None if owner == index else owner))
+    return replace(
+        model,
+        layers=tuple(layers),
+        embedding=replace(model.embedding, added=added),
+        final_norm=final_norm,
+        pooler=PoolerConfig(pooling_type),
+    )
 
 
 def alternate_layer_types(num_layers: int, period: int) -> list[str]:

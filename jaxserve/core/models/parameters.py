@@ -58,7 +58,7 @@ def trunk_params(config: DecoderConfig, trunk: Trunk) -> Table:
     if not config.embedding.tied and config.generates:
         table["lm_head.weight"] = Parameter(spec, _plain_source(head, shape))
     if config.embedding.added is not None:
-        table |= _added_params(config, config.embedding.added, trunk.embed.rpartition(".")[0])
+        table |= _added_params(config, config.embedding.added, trunk)
     return table | _norm_params(config, "final_norm", trunk.final_norm) if config.final_norm else table
 
 
@@ -75,9 +75,10 @@ def dense_params(config: DecoderConfig) -> Table:
     return table
 
 
-def _added_params(config: DecoderConfig, added: AddedEmbeddings, parent: str) -> Table:
+def _added_params(config: DecoderConfig, added: AddedEmbeddings, trunk: Trunk) -> Table:
     """Returns the embeddings of positions and types, and the norm of the sum."""
-    table = wide_norm_params(config, "embed_norm", f"{parent}.LayerNorm", config.hidden_size)
+    parent = trunk.embed.rpartition(".")[0]
+    table = _norm_params(config, "embed_norm", trunk.embed_norm or f"{parent}.LayerNorm")
     for name, rows in (("position", added.num_positions), ("type", added.num_types)):
         if rows:
             module = f"{parent}.{'token_' * (name == 'type')}{name}_embeddings"
@@ -164,20 +165,34 @@ def fused_attention_params(
     return _qkv_params(layer, modules, partial(fuse, attention)) | _output_params(layer, out)
 
 
-def mlp_params(layer: CheckpointLayer, mlp: MLPConfig | None = None, module: str = "mlp") -> Table:
-    """Returns `gate_up` and `down` from gate_proj, up_proj and down_proj; `mlp` is the layer's own by default."""
+def mlp_params(
+    layer: CheckpointLayer,
+    mlp: MLPConfig | None = None,
+    module: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Table:
+    """Returns `gate_up` and `down` from the modules `names` of gate, up and down; `mlp` is the layer's by default."""
     mlp = layer.dense_mlp if mlp is None else mlp
-    modules = {layer.tensor(f"{module}.{part}_proj"): mlp.intermediate_size for part in ("gate", "up")}
-    table = _gate_up_params(layer.config, mlp, modules, fuse_gate_up)
-    return table | _down_params(layer, mlp, f"{module}.down_proj", f"{module}.act_fn")
+    *halves, down = (f"{module}.{name}" for name in names)
+    table = _gate_up_params(
+        layer.config, mlp, {layer.tensor(name): mlp.intermediate_size for name in halves}, fuse_gate_up
+    )
+    return table | _down_params(layer, mlp, down, f"{module}.act_fn")
 
 
-def fused_mlp_params(layer: CheckpointLayer) -> Table:
-    """Returns `gate_up` and `down` from gate_up_proj (all rows of gate, then of up) and down_proj."""
+def fused_mlp_params(
+    layer: CheckpointLayer,
+    *,
+    gate_up: str = "mlp.gate_up_proj",
+    down: str = "mlp.down_proj",
+    up_first: bool = False,
+) -> Table:
+    """Returns `gate_up` and `down` where one module holds all rows of gate, then of up; or, `up_first`, of up first."""
     mlp = layer.dense_mlp
-    modules = {layer.tensor("mlp.gate_up_proj"): 2 * mlp.intermediate_size}
-    table = _gate_up_params(layer.config, mlp, modules, lambda tensor: fuse_gate_up(*np.split(tensor, 2)))
-    return table | _down_params(layer, mlp, "mlp.down_proj", "mlp.activation_fn")
+    modules = {layer.tensor(gate_up): 2 * mlp.intermediate_size}
+    order = -1 if up_first else 1
+    table = _gate_up_params(layer.config, mlp, modules, lambda tensor: fuse_gate_up(*np.split(tensor, 2)[::order]))
+    return table | _down_params(layer, mlp, down, "mlp.activation_fn")
 
 
 def plain_mlp_params(layer: CheckpointLayer, *, up: str, down: str) -> Table:
@@ -271,7 +286,8 @@ def _down_params(layer: CheckpointLayer, mlp: MLPConfig, module: str, activation
     config, learned = layer.config, mlp.learned
     shape = (mlp.intermediate_size, config.hidden_size)
     modules = {layer.tensor(module): config.hidden_size}
-    table = linear_params(config, "down", modules, shape, ("ffn", None), transpose, bias=mlp.bias)
+    bias = mlp.bias if mlp.down_bias is None else mlp.down_bias
+    table = linear_params(config, "down", modules, shape, ("ffn", None), transpose, bias=bias)
     if learned:
         names = tuple(layer.tensor(f"{activation}.{scalar}") for scalar in learned)
         source = make_source(names, tuple(learned.values()), _join_scalars)
