@@ -22,7 +22,7 @@ import torch
 import transformers
 from reference_goldens.encoder_cases import ENCODER_CASES, SMALL, TEXT_LENGTHS, EncoderCase
 from safetensors.torch import load_file, save_file
-from sentence_transformers.models import Dense, Normalize, Pooling
+from sentence_transformers.models import Dense, LayerNorm, Normalize, Pooling
 from transformers import AutoConfig, AutoModel
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "tests" / "goldens" / "encoders"
@@ -43,7 +43,8 @@ def fill(module: torch.nn.Module) -> None:
 
 def make_model(case: EncoderCase) -> Any:
     """The transformers model of a case."""
-    config = AutoConfig.for_model(case.model_type, **{**SMALL, **(case.config or {})})
+    keys = {**SMALL, **(case.config or {})}
+    config = AutoConfig.for_model(case.model_type, **{key: value for key, value in keys.items() if value is not None})
     model = AutoModel.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     fill(model)
     return model
@@ -52,11 +53,16 @@ def make_model(case: EncoderCase) -> Any:
 def make_modules(case: EncoderCase, size: int) -> list[tuple[str, Any]]:
     """The modules behind the model, and the names of their folders."""
     modules: list[tuple[str, Any]] = [("1_Pooling", Pooling(size, pooling_mode=case.pooling))]
-    if case.dense is not None:
-        width, activation = case.dense
-        dense = Dense(size, width, activation_function=getattr(torch.nn, activation)())
-        fill(dense)
-        modules.append(("2_Dense", dense))
+    size *= 1 if isinstance(case.pooling, str) else len(case.pooling)
+    for index, each in enumerate(case.modules, 2):
+        if isinstance(each, str):
+            module = LayerNorm(size)
+        else:
+            activation = getattr(torch.nn, each["activation_function"])()
+            module = Dense(size, **{**each, "activation_function": activation})
+            size = each["out_features"]
+        fill(module)
+        modules.append((f"{index}_{type(module).__name__}", module))
     if case.normalize:
         modules.append((f"{len(modules) + 1}_Normalize", Normalize()))
     return modules
@@ -66,10 +72,14 @@ def save(case: EncoderCase, model: Any, modules: list[tuple[str, Any]], folder: 
     """Writes a checkpoint and its modules as sentence-transformers does."""
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
+    if case.written is not None:
+        file = folder / "config.json"
+        changed = {**json.loads(file.read_text()), **case.written}
+        file.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}, indent=1))
     if not case.bare:
         file, around = (
             folder / "model.safetensors",
-            "model" if case.model_type == "mistral" else model.base_model_prefix,
+            "model" if case.model_type in ("mistral", "modernbert") else model.base_model_prefix,
         )
         save_file({f"{around}.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     entries = [("0", "", "sentence_transformers.base.modules.transformer.Transformer")]
@@ -81,7 +91,7 @@ def save(case: EncoderCase, model: Any, modules: list[tuple[str, Any]], folder: 
             module.save(str(folder / name))
     if case.old_files:
         entries = [(index, name, f"{_OLD_TYPES}.{kind.rpartition('.')[2]}") for index, name, kind in entries]
-        mode = {"cls": "cls_token", "mean": "mean_tokens", "lasttoken": "lasttoken"}
+        mode = {"cls": "cls_token", "mean": "mean_tokens", "lasttoken": "lasttoken", "max": "max_tokens"}
         old = {f"pooling_mode_{key}": name == case.pooling for name, key in mode.items()}
         size = model.config.hidden_size
         (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": size, **old}))
@@ -113,9 +123,12 @@ def main() -> None:
     """Builds all cases."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the goldens")
+    parser.add_argument("only", nargs="*", metavar="CASE", help="the cases to build; all without any")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for case in ENCODER_CASES:
+        if arguments.only and case.name not in arguments.only:
+            continue
         folder = arguments.out / case.name
         model = make_model(case)
         modules = make_modules(case, model.config.hidden_size)

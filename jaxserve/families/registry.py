@@ -28,6 +28,7 @@ from jaxserve.families import (
     cohere2,
     deepseek_v2,
     deepseek_v3,
+    distilbert,
     gemma2,
     gemma3,
     gemma4,
@@ -99,6 +100,7 @@ FAMILIES: dict[str, Family] = {
         bert.FAMILY,
         roberta.FAMILY,
         roberta.XLM_FAMILY,
+        distilbert.FAMILY,
     )
 }
 

@@ -20,32 +20,89 @@ DECODER = {"num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
 
 @dataclass(frozen=True)
 class EncoderCase:
-    """One checkpoint: the keys of its config on top of `SMALL`, how it pools, and the modules behind.
+    """One checkpoint: the keys of its config on top of `SMALL` (None: without it), how it pools, and what follows.
 
-    `dense` is the width and the activation, a class of torch.nn, of a projection. With `bare` names of tensors lack the
-    module around all; else they have it.
+    `modules` are "LayerNorm", or the arguments of Dense behind its first. With `bare` names of tensors lack the module
+    around all; else they have it. `written`: keys of config.json to change before our files have them.
     """
 
     name: str
     model_type: str
-    pooling: str
+    pooling: str | tuple[str, ...]
     normalize: bool = True
-    dense: tuple[int, str] | None = None
+    modules: tuple[str | dict[str, Any], ...] = ()
     bare: bool = True
     old_files: bool = False  # the spelling before version 6
     config: dict[str, Any] | None = None
+    written: dict[str, Any] | None = None
 
 
+def dense(width: int, activation: str = "Identity", **more: bool) -> dict[str, Any]:
+    """The arguments of a projection; `activation` is a class of torch.nn."""
+    return {"out_features": width, "activation_function": activation, **more}
+
+
+SHORT = {"intermediate_size": None, "hidden_dim": 40}  # DistilBERT's name
+MODERNBERT = {"num_hidden_layers": 4, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 ENCODER_CASES = (
     EncoderCase("bert_mean", "bert", "mean"),
     EncoderCase("bert_cls", "bert", "cls", old_files=True, config={"hidden_act": "gelu_new", "type_vocab_size": 1}),
-    EncoderCase("bert_dense", "bert", "mean", normalize=False, dense=(24, "Tanh"), bare=False),
+    EncoderCase("bert_dense", "bert", "mean", normalize=False, modules=(dense(24, "Tanh"),), bare=False),
     EncoderCase("roberta_mean", "roberta", "mean", bare=False, config={"pad_token_id": 1, "type_vocab_size": 1}),
     EncoderCase(
         "xlm_roberta_cls", "xlm-roberta", "cls", old_files=True, config={"pad_token_id": 1, "type_vocab_size": 1}
     ),
     EncoderCase("qwen3_last", "qwen3", "lasttoken", config={**DECODER, "head_dim": 16}),
-    EncoderCase("qwen2_mean", "qwen2", "mean", dense=(20, "Identity"), config=DECODER),
+    EncoderCase("qwen2_mean", "qwen2", "mean", modules=(dense(20),), config=DECODER),
     EncoderCase("mistral_last", "mistral", "lasttoken", bare=False, old_files=True, config=DECODER),
     EncoderCase("llama_cls", "llama", "cls", normalize=False, config=DECODER),
+    EncoderCase("distilbert_mean", "distilbert", "mean", config=SHORT),
+    EncoderCase("modernbert_cls", "modernbert", "cls", config={**MODERNBERT, "local_attention": 16}),
+    EncoderCase(
+        "modernbert_biases",
+        "modernbert",
+        "mean",
+        bare=False,
+        config={**MODERNBERT, "local_attention": 11, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    EncoderCase("nomic_bert_mean", "nomic_bert", "mean"),
+    EncoderCase("gte_cls", "gte", "cls", config={"type_vocab_size": 0}),
+    EncoderCase("eurobert_mean", "eurobert", "mean", config={**DECODER, "mask_token_id": 3}),
+    EncoderCase(
+        "llama_bidirec_mean",
+        "llama",
+        "mean",
+        config={**DECODER, "is_causal": False},
+        written={
+            "model_type": "llama_bidirec",
+            "architectures": ["LlamaBidirectionalModel"],
+            "pooling": "avg",
+            "is_causal": None,
+        },
+    ),
+    EncoderCase(
+        "embedding_gemma",
+        "gemma3_text",
+        "mean",
+        modules=(dense(48, bias=False), dense(24, bias=False)),
+        config={
+            **DECODER,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 14,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "use_bidirectional_attention": True,
+        },
+    ),
+    EncoderCase("distiluse", "distilbert", "mean", normalize=False, modules=(dense(24, "Tanh"),), config=SHORT),
+    EncoderCase("bert_max", "bert", "max", normalize=False, old_files=True),
+    EncoderCase("bert_sqrt", "bert", "mean_sqrt_len_tokens", normalize=False),
+    EncoderCase("qwen3_weighted", "qwen3", "weightedmean", config={**DECODER, "head_dim": 16}),
+    EncoderCase(
+        "bert_joined",
+        "bert",
+        ("cls", "mean", "max"),
+        modules=("LayerNorm", dense(24, "GELU", use_residual=True), "LayerNorm", dense(24, "Tanh", use_residual=True)),
+    ),
 )

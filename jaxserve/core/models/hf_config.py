@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterable, Mapping
 
@@ -50,42 +51,53 @@ class HFConfig:
     def __init__(self, raw: Mapping[str, object], keys: Mapping[str, object], ignored_keys: Iterable[str] = ()) -> None:
         self._raw = raw
         self._keys = keys
+        self._names: Mapping[str, str] = {}
         known = keys.keys() | _HARMLESS | set(ignored_keys)
         for key, value in raw.items():
             if value and key not in known and not key.startswith("_"):
                 raise _unknown(key, value, keys)
 
+    def rename(self, names: Mapping[str, str]) -> HFConfig:
+        """Returns the same file, in which the keys of `names` have the values' names; errors name those of the file."""
+        other = copy.copy(self)
+        other._names = names
+        return other
+
     def get(self, key: str) -> object:
         """Returns the value in the file, else the family's default; ConfigError if a required key is missing."""
+        key = self._name(key)
         default = self._keys[key]
         value = self._raw.get(key, default)
         if value is REQUIRED:
             raise ConfigError("is missing from the model's config.json", field=key)
         return value
 
+    def _name(self, key: str) -> str:
+        return self._names.get(key, key)
+
     def integer(self, key: str, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
         """Returns an integer within the bounds."""
-        return check_integer(key, self.get(key), minimum=minimum, maximum=maximum)
+        return check_integer(self._name(key), self.get(key), minimum=minimum, maximum=maximum)
 
     def optional_integer(self, key: str) -> int | None:
         """Returns an integer of at least 1, or None where the file says null."""
         value = self.get(key)
-        return None if value is None else check_integer(key, value)
+        return None if value is None else check_integer(self._name(key), value)
 
     def number(self, key: str, *, minimum: float | None = None) -> float:
         """Returns a number of at least `minimum`; without one, a number above zero."""
-        return check_number(key, self.get(key), minimum=minimum)
+        return check_number(self._name(key), self.get(key), minimum=minimum)
 
     def optional_number(self, key: str) -> float | None:
         """Returns a number above zero, or None where the file says null."""
         value = self.get(key)
-        return None if value is None else check_number(key, value)
+        return None if value is None else check_number(self._name(key), value)
 
     def flag(self, key: str) -> bool:
         """Returns a boolean; null counts as false."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"must be true or false, not {shorten(value)}", field=key, value=value)
+            raise ConfigError(f"must be true or false, not {shorten(value)}", field=self._name(key), value=value)
         return bool(value)
 
     def choice(self, key: str, choices: Iterable[str]) -> str:
@@ -93,13 +105,13 @@ class HFConfig:
         value, allowed = self.get(key), sorted(choices)
         if not isinstance(value, str) or value not in allowed:
             raise ConfigError(
-                f"{shorten(value)} is not supported; known are {', '.join(allowed)}", field=key, value=value
+                f"{shorten(value)} is not supported; known are {', '.join(allowed)}", field=self._name(key), value=value
             )
         return value
 
     def mapping(self, key: str) -> dict[str, object]:
         """Returns a copy of a JSON object; null counts as empty."""
-        return check_mapping(key, self.get(key))
+        return check_mapping(self._name(key), self.get(key))
 
     def require_off(self, *keys: str) -> None:
         """Raises ConfigError unless each key is absent, null, false or zero."""
