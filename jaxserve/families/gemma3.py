@@ -1,5 +1,6 @@
 """Gemma 3 text: five windowed layers for each global one, a rotary base for each kind, and norms on the heads.
 
+With `use_bidirectional_attention` it is an encoder, EmbeddingGemma.
 Of multimodal checkpoints ("gemma3") only the language model is read.
 """
 
@@ -13,6 +14,7 @@ from jaxserve.core.models.blocks import sandwich_layer
 from jaxserve.core.models.common import (
     alternate_layer_types,
     build_config,
+    make_encoder,
     omit,
     read_attention,
     read_layer_types,
@@ -35,6 +37,7 @@ KEYS = omit(gemma2.KEYS, "original_max_position_embeddings") | {
     "sliding_window_pattern": 6,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
 }
 
 MULTIMODAL_KEYS: dict[str, object] = {
@@ -52,14 +55,16 @@ def parse(config: HFConfig) -> DecoderConfig:
     bias = config.flag("attention_bias")
     scale = config.number("query_pre_attn_scalar") ** -0.5
     attention = read_attention(config, scale=scale, qkv_bias=bias, out_bias=bias, qk_norm="shared")
-    return build_config(
+    is_encoder = config.flag("use_bidirectional_attention")
+    model = build_config(
         config,
         "gemma3_text",
-        layers=_read_layers(config, attention),
+        layers=_read_layers(config, attention, is_encoder=is_encoder),
         norm=read_norm(config, unit_offset=True, wide=True),
         embed_scale=config.integer("hidden_size") ** 0.5,
         final_softcap=config.optional_number("final_logit_softcapping"),
     )
+    return make_encoder(model, pooling_type="MEAN") if is_encoder else model
 
 
 def parse_multimodal(config: HFConfig) -> DecoderConfig:
@@ -76,12 +81,16 @@ def read_text_config(config: HFConfig, model_type: str) -> dict[str, object]:
     return text | {key: value for key, value in outer.items() if value is not None}
 
 
-def _read_layers(config: HFConfig, attention: AttentionConfig) -> tuple[LayerKind, ...]:
+def _read_layers(config: HFConfig, attention: AttentionConfig, *, is_encoder: bool) -> tuple[LayerKind, ...]:
     ropes = read_typed_ropes(config, attention.head_dim, sliding_theta="rope_local_base_freq")
     period = config.integer("sliding_window_pattern")
     types = read_layer_types(config, alternate_layer_types(read_num_layers(config), period))
     mlp = read_mlp(config, activation_key="hidden_activation")
-    return window_layers(attention, types, config.optional_integer("sliding_window"), mlp, *ropes)
+    if is_encoder:  # half of the window is on each side of a query
+        window: int | None = config.integer("sliding_window", minimum=2) // 2
+    else:
+        window = config.optional_integer("sliding_window")
+    return window_layers(attention, types, window, mlp, *ropes)
 
 
 FAMILY = Family(
@@ -93,6 +102,7 @@ FAMILY = Family(
     list_layer_params,
     ignored_keys=IGNORED_KEYS,
     fits_float16=False,
+    headless=("Gemma3TextModel",),
 )
 
 MULTIMODAL_FAMILY = Family(
