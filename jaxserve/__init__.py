@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from jaxserve.engine.metrics import Counter, Gauge, Metric, Vector
     from jaxserve.engine_args import AsyncEngineArgs, EngineArgs
     from jaxserve.logits_processor import LogitsProcessor
-    from jaxserve.request import CompletionOutput, EmbeddingOutput, RequestOutput, TextPrompt, TokensPrompt
+    from jaxserve.pooling_params import PoolingParams
+    from jaxserve.request import (
+        ClassificationOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        PoolingOutput,
+        RequestOutput,
+        ScoringOutput,
+        TextPrompt,
+        TokensPrompt,
+    )
     from jaxserve.sampling_params import OutputKind, RequestOutputKind, SamplingParams
     from jaxserve.structured_params import StructuredOutputsParams
 
@@ -35,6 +45,10 @@ _HOMES = {
     "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request",
     "EmbeddingOutput": "jaxserve.request",
+    "ClassificationOutput": "jaxserve.request",
+    "ScoringOutput": "jaxserve.request",
+    "PoolingOutput": "jaxserve.request",
+    "PoolingParams": "jaxserve.pooling_params",
     "TextPrompt": "jaxserve.request",
     "TokensPrompt": "jaxserve.request",
     "Metric": "jaxserve.engine.metrics",
@@ -50,6 +64,7 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationOutput",
     "CompletionOutput",
     "Counter",
     "EmbeddingOutput",
@@ -58,9 +73,12 @@ __all__ = [
     "LogitsProcessor",
     "Metric",
     "OutputKind",
+    "PoolingOutput",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",

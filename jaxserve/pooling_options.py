@@ -60,12 +60,14 @@ class PoolingOptions:
 
     runner: str = option(
         "auto",
-        "pooling: embeddings only; generate: answers, and embeddings beside them; auto: pooling if the model's files "
-        "say how embeddings are made, or have no head",
+        "pooling: embeddings or classes only; generate: answers, and embeddings beside them; auto: pooling if the "
+        "model's files say how embeddings are made, or have no head that generates",
         choices=("auto", "generate", "pooling"),
     )
     convert: str = option(
-        "auto", "embed: as runner=pooling; none: a model with a head generates", choices=("auto", "none", "embed")
+        "auto",
+        "embed: as runner=pooling; classify: the same, of a model with classes; none: a model with a head generates",
+        choices=("auto", "none", "embed", "classify"),
     )
     pooler_config: PoolerOverrides | None = option(  # noqa: RUF009 - declares a field, as everywhere
         None,
@@ -76,7 +78,8 @@ class PoolingOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if self.convert == "embed" and self.runner == "generate":
-            raise ConfigError("makes embeddings only, and runner is generate; leave one out", field="convert")
+        if self.convert in ("embed", "classify") and self.runner == "generate":
+            message = f"{self.convert} generates nothing, and runner is generate; leave one out"
+            raise ConfigError(message, field="convert", value=self.convert)
         if self.convert == "none" and self.runner == "pooling":
             raise ConfigError("is for models that generate, and runner is pooling; leave one out", field="convert")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, Self, TypedDict
 
 from jaxserve.errors import JaxServeError
 from jaxserve.sampling_params import SamplingParams
@@ -167,16 +167,50 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingOutput:
-    """The embedding of a prompt (vLLM's names)."""
+class _PooledOutput:
+    """What a model makes of a text, or of a pair of texts (vLLM's names)."""
 
     request_id: str
-    prompt: str | None
+    prompt: str | None  # None for a pair
     prompt_token_ids: list[int]
+
+    @property
+    def outputs(self) -> Self:
+        """Itself: vLLM's scripts read `output.outputs.embedding`."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput(_PooledOutput):
+    """The embedding of a prompt."""
+
     embedding: list[float]  # of Euclidean norm 1, unless the model's files say otherwise
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
 
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput(_PooledOutput):
+    """The classes of a prompt."""
+
+    probs: list[float]  # of each class; with use_activation=False what the head gives
+    num_cached_tokens: int = 0
+
     @property
-    def outputs(self) -> EmbeddingOutput:
-        """Itself: vLLM's scripts read `output.outputs.embedding`."""
-        return self
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput(_PooledOutput):
+    """How well two texts belong together."""
+
+    score: float  # a probability only where the model's activation makes it one
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput(_PooledOutput):
+    """What `LLM.encode` returns: an embedding, or the numbers of classes."""
+
+    data: list[float]
+    num_cached_tokens: int = 0

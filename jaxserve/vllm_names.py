@@ -11,12 +11,10 @@ from typing import Any, NoReturn
 from jaxserve.errors import InvalidRequestError
 from jaxserve.vllm_options import NO_CODE, NO_IMAGES, NO_LORA, VllmOption
 
-_NO_CLASSES = "models generate and embed; they neither classify nor score"
 _NO_SLEEP = "an engine keeps its memory; end its process to free it"
 _NO_PROFILER = "use jax.profiler.trace around the calls"
 _NO_WORKERS = "there are no workers: the engine is one process, and ready has its parts"
 _ENGINES = "use LLM, or AsyncLLM for streams: from jaxserve import LLM, AsyncLLM"
-_EMBEDDINGS = "LLM.embed returns EmbeddingOutput; its only argument is truncate_prompt_tokens"
 
 # Modules below jaxserve.
 MODULES: Mapping[str, str] = {
@@ -34,10 +32,9 @@ MODULES: Mapping[str, str] = {
     "lora": NO_LORA,
     "model_executor": NO_CODE,
     "multimodal": NO_IMAGES,
-    "outputs": "from jaxserve import CompletionOutput, EmbeddingOutput, RequestOutput",
+    "outputs": "from jaxserve import RequestOutput, EmbeddingOutput, ScoringOutput, ClassificationOutput",
     "platforms": "use jax.devices, or the command jaxserve doctor",
     "plugins": NO_CODE,
-    "pooling_params": _EMBEDDINGS,
     "transformers_utils": "use LLM.get_tokenizer",
     "utils": "FlexibleArgumentParser is argparse.ArgumentParser with EngineArgs.add_cli_args; no other helper exists",
     "v1": "from jaxserve import Counter, Gauge, Metric, Vector; there is one engine: LLM and AsyncLLM",
@@ -46,18 +43,14 @@ MODULES: Mapping[str, str] = {
 
 # Names that vLLM's package or its modules have.
 OBJECTS: Mapping[str, str] = {
-    "ClassificationOutput": _NO_CLASSES,
-    "ClassificationRequestOutput": _NO_CLASSES,
+    "ClassificationRequestOutput": "here it is ClassificationOutput; import that one",
     "EmbeddingRequestOutput": "here it is EmbeddingOutput; import that one",
     "GuidedDecodingParams": "it is vLLM's old name of StructuredOutputsParams; import that one",
     "LLMEngine": _ENGINES,
     "ModelRegistry": NO_CODE,
-    "PoolingOutput": _EMBEDDINGS,
-    "PoolingParams": _EMBEDDINGS,
-    "PoolingRequestOutput": _EMBEDDINGS,
+    "PoolingRequestOutput": "here it is PoolingOutput; import that one",
     "PromptType": "prompts are text, TextPrompt, TokensPrompt or lists of token ids",
-    "ScoringOutput": _NO_CLASSES,
-    "ScoringRequestOutput": _NO_CLASSES,
+    "ScoringRequestOutput": "here it is ScoringOutput; import that one",
     "initialize_ray_cluster": "a cluster of Ray is described in docs/clusters.md",
 }
 
@@ -66,9 +59,7 @@ ATTRIBUTES: Mapping[str, str] = {
     "add_lora": NO_LORA,
     "add_request": "use generate, or AsyncLLM.generate for streams",
     "apply_model": _NO_WORKERS,
-    "classify": _NO_CLASSES,
     "collective_rpc": _NO_WORKERS,
-    "encode": "use embed, which returns EmbeddingOutput",
     "engine": "use ready, which has the engine's parts",
     "get_model_config": "use ready.shapes.model",
     "is_sleeping": _NO_SLEEP,
@@ -77,8 +68,7 @@ ATTRIBUTES: Mapping[str, str] = {
     "model_config": "use ready.shapes.model",
     "remove_lora": NO_LORA,
     "reset_mm_cache": NO_IMAGES,
-    "reward": _NO_CLASSES,
-    "score": _NO_CLASSES,
+    "reward": "use encode with pooling_task='classify'",
     "set_tokenizer": "give a directory as the option tokenizer",
     "sleep": _NO_SLEEP,
     "start_profile": _NO_PROFILER,
@@ -93,7 +83,6 @@ ARGUMENTS: Mapping[str, VllmOption] = {
     "data_parallel_rank": VllmOption((0,), "an LLM is one engine; start several, and choose among them"),
     "lora_request": VllmOption((), NO_LORA),
     "mm_processor_kwargs": VllmOption(({},), NO_IMAGES),
-    "pooling_params": VllmOption((), _EMBEDDINGS),
     "prompt_adapter_request": VllmOption((), "prompt adapters are not supported"),
     "tokenization_kwargs": VllmOption(({},), "use truncate_prompt_tokens, of SamplingParams and of embed"),
     "trace_headers": VllmOption(({},), "a server reads traceparent from its requests' headers"),

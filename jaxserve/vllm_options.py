@@ -103,7 +103,9 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "stream_interval": VllmOption((1,), "streams have an event for every step"),
     "structured_outputs_config": VllmOption(({},), "grammars are llguidance's; leave it out"),
     "swap_space": VllmOption((0,), "pages of preempted requests are kept like any others: use kv_offloading_size"),
-    "task": VllmOption(("auto", "generate", "embed", "embedding"), "models generate and embed; they do not classify"),
+    "task": VllmOption(
+        ("auto", "generate", "embed", "embedding"), "use runner and convert; requests say what they ask for"
+    ),
     "tokenizer_mode": VllmOption(("auto", "hf"), "tokenizers are read from tokenizer.json or tokenizer.model"),
     "tokenizer_revision": VllmOption((), "give a directory as tokenizer"),
     "trust_remote_code": VllmOption((False,), NO_CODE),

@@ -33,7 +33,7 @@ IMPORTS = {  # lines of vLLM's examples, with its name changed -> the sentence
     "from jaxserve.lora.request import LoRARequest": MODULES["lora"],
     "import jaxserve.entrypoints.openai.api_server": MODULES["entrypoints"],
     "from jaxserve import LLMEngine": OBJECTS["LLMEngine"],
-    "from jaxserve import LLM, PoolingParams": OBJECTS["PoolingParams"],
+    "from jaxserve import LLM, ScoringRequestOutput": OBJECTS["ScoringRequestOutput"],
     "from jaxserve.sampling_params import GuidedDecodingParams": OBJECTS["GuidedDecodingParams"],
 }
 
@@ -66,7 +66,16 @@ def test_no_refused_name_exists() -> None:
     assert not OBJECTS.keys() & set(jaxserve.__all__)
     for owner in (LLM, AsyncLLM):
         assert not ATTRIBUTES.keys() & set(dir(owner))
-    for method in (LLM.generate, LLM.chat, LLM.embed, LLM.beam_search, AsyncLLM.generate, AsyncLLM.chat):
+    for method in (
+        LLM.generate,
+        LLM.chat,
+        LLM.embed,
+        LLM.score,
+        LLM.encode,
+        LLM.beam_search,
+        AsyncLLM.generate,
+        AsyncLLM.chat,
+    ):
         assert not ARGUMENTS.keys() & inspect.signature(method).parameters.keys()
 
 
@@ -101,8 +110,11 @@ def test_arguments_that_change_nothing_are_taken(name: str) -> None:
 
 
 CALLS: dict[str, tuple[Any, ...]] = {
-    "generate": ("x",), "chat": ([],), "embed": ("x",), "beam_search": ("x", None)
-}  # fmt: skip
+    **dict.fromkeys(("generate", "embed", "classify", "encode"), ("x",)),
+    "chat": ([],),
+    "score": ("x", "y"),
+    "beam_search": ("x", None),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -10,14 +10,24 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.scheduler import SchedulerLimits
+from jaxserve.engine import pooled
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.engine.health import ONE_TOKEN, wait_for_token
 from jaxserve.engine.inbox import OutputInbox
 from jaxserve.engine.nodes import end_process
+from jaxserve.engine.pooled import PoolingCall
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress, hide_progress
 from jaxserve.engine.prompts import Message, Prompt, RequestFactory
-from jaxserve.engine.request_options import ChatArguments, RequestArguments, RequestOptions, read_arguments
+from jaxserve.engine.request_options import (
+    ChatArguments,
+    EncodeArguments,
+    PoolingArguments,
+    RequestArguments,
+    RequestOptions,
+    ScoreArguments,
+    read_arguments,
+)
 from jaxserve.engine.stats import EngineStats, read_stats
 from jaxserve.engine.thread import EngineThread
 from jaxserve.engine.view import EngineView
@@ -25,7 +35,16 @@ from jaxserve.engine_args import EngineArgs
 from jaxserve.errors import ClusterError, EngineStoppedError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.model_options import DEMO_MODEL
-from jaxserve.request import PRIORITIES, Request, RequestOutput, ServiceTier
+from jaxserve.request import (
+    PRIORITIES,
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    Request,
+    RequestOutput,
+    ScoringOutput,
+    ServiceTier,
+)
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.vllm_names import refuse_attribute
 
@@ -184,6 +203,32 @@ class AsyncLLM:
             async for output in run:
                 yield output
 
+    async def embed(
+        self, prompts: Prompt | Sequence[Prompt], **arguments: Unpack[PoolingArguments]
+    ) -> list[EmbeddingOutput]:
+        """Returns one embedding per prompt; arguments and errors are those of `LLM.embed`."""
+        return await _pool(self, pooled.embed, prompts, read_arguments("AsyncLLM.embed", arguments))
+
+    async def classify(
+        self, prompts: Prompt | Sequence[Prompt], **arguments: Unpack[PoolingArguments]
+    ) -> list[ClassificationOutput]:
+        """Returns the probabilities of classes; arguments and errors are those of `LLM.classify`."""
+        return await _pool(self, pooled.classify, prompts, read_arguments("AsyncLLM.classify", arguments))
+
+    async def encode(
+        self, prompts: Prompt | Sequence[Prompt], **arguments: Unpack[EncodeArguments]
+    ) -> list[PoolingOutput]:
+        """Returns plain numbers; arguments and errors are those of `LLM.encode`."""
+        return await _pool(self, pooled.encode, prompts, read_arguments("AsyncLLM.encode", arguments))
+
+    async def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], **arguments: Unpack[ScoreArguments]
+    ) -> list[ScoringOutput]:
+        """Returns scores of pairs; arguments and errors are those of `LLM.score`."""
+        given = read_arguments("AsyncLLM.score", arguments)
+        options = await asyncio.to_thread(pooled.read_template, given, self.tokenizer)
+        return await _pool(self, pooled.score, data_1, data_2, options)
+
     async def _run(
         self, make: Callable[..., Request], prompt: Any, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> AsyncGenerator[RequestOutput]:
@@ -242,11 +287,7 @@ class AsyncLLM:
             DeadlineError: no token came in time.
             EngineStoppedError, DeviceStepError, NonFiniteLogitsError: the engine, the device or the model failed.
         """
-        # Rows of other tiers do not yield to one of the tier flex.
-        options = RequestOptions(priority=PRIORITIES.start, service_tier=ServiceTier.FLEX)
-        make = self._ready.requests
-        request = make.make([0], ONE_TOKEN, **options) if self.model.generates else make.make_embedding([0], **options)
-        outputs = self.stream([request], beyond_limits=True)
+        outputs = self.stream([_make_probe(self)], beyond_limits=True)
         await wait_for_token(outputs, self._ready.engine.counts, timeout)
 
     async def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> None:
@@ -264,6 +305,25 @@ class AsyncLLM:
         """Aborts all requests and stops the thread, and other nodes of the engine. Further calls do nothing."""
         self._thread.shutdown()
         self._ready.close()
+
+
+async def _pool[T](llm: AsyncLLM, make: Callable[..., PoolingCall[T]], *arguments: Any) -> list[T]:
+    """Runs the call that `make` makes, a function of engine/pooled.py, and returns its answers."""
+    call = await asyncio.to_thread(make, llm.requests, llm.model, *arguments)
+    outputs: dict[str, RequestOutput] = {}
+    async with aclosing(llm.stream(call.requests)) as stream:
+        async for output in stream:
+            outputs[output.request_id] = output
+    return call.finish([outputs[request.request_id] for request in call.requests])
+
+
+def _make_probe(llm: AsyncLLM) -> Request:
+    """Returns a request for one token, or where the engine generates none, of one token."""
+    # Rows of other tiers do not yield to one of the tier flex.
+    options = RequestOptions(priority=PRIORITIES.start, service_tier=ServiceTier.FLEX)
+    if llm.model.generates:
+        return llm.requests.make([0], ONE_TOKEN, **options)
+    return llm.requests.make_embedding([0], **options)
 
 
 def _lose(llm: AsyncLLM, error: ClusterError) -> None:

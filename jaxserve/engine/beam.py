@@ -6,15 +6,16 @@ common prefix in the prefix cache. A beam's score is its sum of log-probabilitie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
-from jaxserve.request import RequestOutput
+from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from jaxserve.engine.prompts import Prompt, RequestFactory
     from jaxserve.tokenizers import Tokenizer
 
 Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
@@ -62,6 +63,28 @@ class BeamSearchOutput:
     """The beams of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+def find_beams(
+    requests: RequestFactory,
+    prompts: Sequence[Prompt],
+    params: BeamSearchParams,
+    run: Callable[[list[Request]], list[RequestOutput]],
+    options: Mapping[str, Any],
+    max_model_len: int,
+) -> tuple[list[BeamSearchOutput], list[list[int]]]:
+    """Returns the beams of every prompt, and the prompts' token ids; `run` runs requests to their end.
+
+    `options` are those of `RequestFactory.make`, and so are the errors.
+    """
+    plain = SamplingParams(max_tokens=params.max_tokens, output_kind=OutputKind.FINAL_ONLY)
+    texts = [list(requests.make(prompt, plain, **options).prompt_token_ids) for prompt in prompts]
+
+    def generate(token_ids: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
+        return run([requests.make({"prompt_token_ids": ids}, step, **options) for ids in token_ids])
+
+    eos_token_ids = requests.make({"prompt_token_ids": texts[0]}, plain).eos_token_ids if texts else ()
+    return search_beams(texts, params, generate, eos_token_ids, max_model_len=max_model_len), texts
 
 
 def search_beams(

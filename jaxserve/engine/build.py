@@ -39,6 +39,8 @@ from jaxserve.engine.nodes import (
     refuse_with_nodes,
     resolve_nodes,
 )
+from jaxserve.engine.pairs import make_pair_encoder
+from jaxserve.engine.pooling import list_tasks
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.errors import ClusterError, ConfigError, TokenizerError
@@ -197,6 +199,8 @@ def build_engine(
         reads_whole=shapes.model.reads_whole,
         max_logprobs=shapes.config.compile.max_logprobs,
         processor=processor,
+        tasks=list_tasks(shapes.model),
+        pairs=make_pair_encoder(tokenizer, shapes.model, files.hf_config),
     )
     if followers is not None:
         weakref.finalize(engine, followers.stop)

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, decode_beams, search_beams
+from jaxserve.engine import pooled
+from jaxserve.engine.beam import BeamSearchOutput, BeamSearchParams, decode_beams, find_beams
 from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.metrics import Metric, list_metrics
+from jaxserve.engine.pooled import PoolingCall
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress
-from jaxserve.engine.prompts import Message, Prompt, list_prompts
+from jaxserve.engine.prompts import Message, Prompt, RequestFactory, list_prompts
 from jaxserve.engine.request_options import (
     ChatArguments,
-    EmbedArguments,
+    EncodeArguments,
+    PoolingArguments,
     RequestArguments,
+    ScoreArguments,
     make_requests,
     read_arguments,
-    spread_options,
 )
 from jaxserve.engine.stats import read_stats
 from jaxserve.engine_args import EngineArgs
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.model_options import DEMO_MODEL
-from jaxserve.request import EmbeddingOutput, Request, RequestOutput
-from jaxserve.sampling_params import OutputKind, SamplingParams
+from jaxserve.request import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    Request,
+    RequestOutput,
+    ScoringOutput,
+)
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.vllm_names import refuse_attribute
 
 if TYPE_CHECKING:
+    from jaxserve.core.models.base import DecoderConfig
+    from jaxserve.engine.engine import Engine
     from jaxserve.tokenizers import Tokenizer
 
 
@@ -177,7 +190,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         use_tqdm: bool | None = None,
-        **arguments: Unpack[EmbedArguments],
+        **arguments: Unpack[PoolingArguments],
     ) -> list[EmbeddingOutput]:
         """Returns one embedding per prompt, in order.
 
@@ -185,8 +198,8 @@ class LLM:
         order. A decoder's is the hidden state of the last token after the final norm, divided by its L2 norm.
 
         Args:
-            prompts: as for `generate`.
-            use_tqdm: as for `generate`.
+            prompts, use_tqdm: as for `generate`.
+            pooling_params: other forms of the vectors.
             truncate_prompt_tokens: keep only so many tokens of each prompt, -1: as many as fit. They are the last ones
                 or, where a text is read whole (an encoder, or the mean of all tokens), the first ones.
             arguments: those above, and others of vLLM's method, as for `generate`.
@@ -196,9 +209,47 @@ class LLM:
             NonFiniteLogitsError, DeviceStepError: the model or the device failed on a prompt.
         """
         options = read_arguments("LLM.embed", arguments)
-        make, many = self._ready.requests.make_embedding, list_prompts(prompts)
-        requests = [make(prompt, **own) for prompt, own in zip(many, spread_options(options, len(many)), strict=True)]
-        return [_read_embedding(output) for output in self._run(requests, use_tqdm=use_tqdm)]
+        return self._pool(pooled.embed(*self._maker, prompts, options), use_tqdm)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | None = None, **arguments: Unpack[PoolingArguments]
+    ) -> list[ClassificationOutput]:
+        """Returns the probabilities of the model's classes for each prompt; arguments and errors are `embed`'s."""
+        options = read_arguments("LLM.classify", arguments)
+        return self._pool(pooled.classify(*self._maker, prompts, options), use_tqdm)
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | None = None, **arguments: Unpack[EncodeArguments]
+    ) -> list[PoolingOutput]:
+        """Returns what `embed` or `classify` does, by `pooling_task`, as plain numbers; default: the model's task."""
+        options = read_arguments("LLM.encode", arguments)
+        return self._pool(pooled.encode(*self._maker, prompts, options), use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_tqdm: bool | None = None,
+        **arguments: Unpack[ScoreArguments],
+    ) -> list[ScoringOutput]:
+        """Returns how well each text of `data_2` answers that of `data_1`: a reranker's score, or a cosine.
+
+        A model without classes embeds both texts; their score is the cosine of the two vectors.
+
+        Args:
+            data_1: one text for all of `data_2`, or as many.
+            max_tokens_per_doc: keep only so many tokens of each text of `data_2`.
+            truncate_prompt_tokens: keep only so many tokens of each pair, -1: as many as fit.
+            chat_template: a Jinja template with the roles query and document, in place of the model's own.
+            arguments: those above, and those of `embed`.
+
+        Raises:
+            TokenizerError: the tokenizer says nothing of pairs, or a model that needs a template has none.
+            As `embed`.
+        """
+        options = pooled.read_template(read_arguments("LLM.score", arguments), self._ready.tokenizer)
+        return self._pool(pooled.score(*self._maker, data_1, data_2, options), use_tqdm)
 
     def beam_search(
         self,
@@ -215,50 +266,50 @@ class LLM:
             NonFiniteLogitsError, DeviceStepError: the model or the device failed on a beam.
         """
         options = read_arguments("LLM.beam_search", foreign)
-        requests, many = self._ready.requests, list_prompts(prompts)
-        plain = SamplingParams(max_tokens=params.max_tokens, output_kind=OutputKind.FINAL_ONLY)
-        texts = [list(requests.make(prompt, plain, **options).prompt_token_ids) for prompt in many]
-
-        def generate(token_ids: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
-            made = [requests.make({"prompt_token_ids": ids}, step, **options) for ids in token_ids]
-            return self._run(made, use_tqdm=False)
-
-        eos_token_ids = requests.make({"prompt_token_ids": texts[0]}, plain).eos_token_ids if texts else ()
+        run = partial(self._run, use_tqdm=False)
         with self._choose_progress(use_tqdm)("Searching", unit="prompts"):
-            found = search_beams(
-                texts, params, generate, eos_token_ids, max_model_len=self._ready.shapes.model.max_model_len
+            found, texts = find_beams(
+                self._ready.requests,
+                list_prompts(prompts),
+                params,
+                run,
+                options,
+                self._ready.shapes.model.max_model_len,
             )
         return found if self._ready.tokenizer is None else decode_beams(found, texts, self._ready.tokenizer)
+
+    @property
+    def _maker(self) -> tuple[RequestFactory, DecoderConfig]:
+        return self._ready.requests, self._ready.shapes.model
+
+    def _pool[T](self, call: PoolingCall[T], use_tqdm: bool | None) -> list[T]:
+        return call.finish(self._run(call.requests, use_tqdm=use_tqdm))
 
     def _choose_progress(self, use_tqdm: bool | None) -> ShowProgress:
         return choose_progress(self._shows_progress if use_tqdm is None else use_tqdm)
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool | None) -> list[RequestOutput]:
-        engine, outputs = self._ready.engine, {}
-        try:
-            for request in requests:
-                engine.add_request(request)
-            with self._choose_progress(use_tqdm)("Generating", unit="requests") as report:
-                report(0, len(requests))
-                while engine.has_unfinished:
-                    for output in engine.step():  # each is the last of its request
-                        outputs[output.request_id] = output
-                        report(len(outputs), len(requests))
-        except BaseException as error:  # interrupts too: the engine must stay usable
-            for request in requests:
-                engine.abort_request(request.request_id)
-            if isinstance(error, Exception):
-                engine.drain()
-            else:  # an interrupt may have lost the device's state: donated to a program, its result not stored
-                engine.reset()
-            raise
-        return [outputs[request.request_id] for request in requests]
+        return _run_all(self._ready.engine, requests, self._choose_progress(use_tqdm))
 
 
-def _read_embedding(output: RequestOutput) -> EmbeddingOutput:
-    """Returns the embedding of a request that has ended; raises its error if it has one."""
-    if output.error is not None:
-        raise output.error
-    assert output.embedding is not None  # it has ended without an error
-    name, text, ids = output.request_id, output.prompt, output.prompt_token_ids
-    return EmbeddingOutput(name, text, ids, output.embedding, output.num_cached_tokens)
+def _run_all(engine: Engine, requests: Sequence[Request], show: ShowProgress) -> list[RequestOutput]:
+    """Runs requests to their end and returns their outputs in the same order."""
+    outputs: dict[str, RequestOutput] = {}
+    try:
+        for request in requests:
+            engine.add_request(request)
+        with show("Generating", unit="requests") as report:
+            report(0, len(requests))
+            while engine.has_unfinished:
+                for output in engine.step():  # each is the last of its request
+                    outputs[output.request_id] = output
+                    report(len(outputs), len(requests))
+    except BaseException as error:  # interrupts too: the engine must stay usable
+        for request in requests:
+            engine.abort_request(request.request_id)
+        if isinstance(error, Exception):
+            engine.drain()
+        else:  # an interrupt may have lost the device's state: donated to a program, its result not stored
+            engine.reset()
+        raise
+    return [outputs[request.request_id] for request in requests]

@@ -32,8 +32,9 @@ def describe_capacity(shapes: Shapes, plan: CachePlan) -> str:
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
     tokens = (plan.num_pages[0] - 1) * plan.page_size
     if shapes.model.reads_whole:
+        what = "numbers an embedding" if shapes.model.pooler.classes is None else "classes"
         return (
-            f"embeddings of {shapes.model.embedding_size:,} numbers; each text is computed whole, in one step; "
+            f"{shapes.model.embedding_size:,} {what}; each text is computed whole, in one step; "
             f"max_model_len {longest:,}; model in {shapes.model.dtype}; KV cache: {tokens:,} tokens in "
             f"{plan.specs[0].dtype}, {format_bytes(plan.bytes_per_device)}; {scheduler.max_num_seqs} rows"
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig
 from jaxserve.devices import load_jax
 from jaxserve.engine.generation_config import find_generation_config
-from jaxserve.engine.pooling import choose_pooling
+from jaxserve.engine.pooling import add_answers, choose_pooling
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.model_options import DEMO_MODEL, ModelOptions
@@ -135,6 +135,7 @@ def resolve_model(
     from jaxserve.core.weights import untie_head
 
     model = choose_pooling(read_model(config.model, files, device_kind), config.pooling, files.modules)
+    model = add_answers(model, files.hf_config, partial(load_model_tokenizer, config.model, files))
     max_model_len = config.model.max_model_len
     model = model.with_max_model_len(_choose_length(config, files, model) if max_model_len is None else max_model_len)
     if config.cache.kv_cache_dtype == "fp8":

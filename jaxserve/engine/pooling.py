@@ -1,17 +1,19 @@
-"""Chooses how a model makes embeddings: from the options, its files and its architecture, in this order."""
+"""Chooses how a model pools texts, and what for: from the options, its files and its architecture, in this order."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, InvalidRequestError, shorten
 from jaxserve.pooling_options import PoolingOptions
 
 if TYPE_CHECKING:
     from jaxserve.core.layers.pooling import PoolerConfig
     from jaxserve.core.models.base import DecoderConfig
     from jaxserve.core.weights.sentence_transformers import SentenceModules
+    from jaxserve.tokenizers import Tokenizer
 
 
 def choose_pooling(model: DecoderConfig, options: PoolingOptions, modules: SentenceModules | None) -> DecoderConfig:
@@ -19,6 +21,11 @@ def choose_pooling(model: DecoderConfig, options: PoolingOptions, modules: Sente
 
     Raises ConfigError for options that the model cannot have.
     """
+    if model.pooler.classes is not None:
+        return _check_classifier(model, options)
+    if options.convert == "classify":
+        message = f"{model.family} of this architecture has no classes; leave it out"
+        raise ConfigError(message, field="convert", value=options.convert)
     pooler = model.pooler if modules is None else modules.pooler
     given = options.pooler_config
     if given is not None:
@@ -41,13 +48,72 @@ def choose_pooling(model: DecoderConfig, options: PoolingOptions, modules: Sente
     return dataclasses.replace(model, pooler=pooler, only_pools=only_pools)
 
 
+def list_tasks(model: DecoderConfig) -> tuple[str, ...]:
+    """Returns what requests may ask of a model, by vLLM's names."""
+    classes = model.pooler.classes
+    if classes is None:
+        return ("generate", "embed", "score") if model.generates else ("embed", "score")
+    return ("classify", "score") if len(classes.labels) == 1 else ("classify",)
+
+
+def require_task(tasks: Sequence[str], task: str) -> None:
+    """Raises InvalidRequestError, naming a model's tasks, for another task."""
+    if task not in tasks:
+        raise InvalidRequestError(f"this model's tasks are {', '.join(tasks)}, not {task}", field="model", value=task)
+
+
+def add_answers(
+    model: DecoderConfig, hf_config: Mapping[str, Any], load_tokenizer: Callable[[], Tokenizer | None]
+) -> DecoderConfig:
+    """Returns a classifier whose classes are tokens with their projection; any other model unchanged.
+
+    Raises ConfigError if there is no tokenizer, or it has no such token.
+    """
+    from jaxserve.families.classification import ANSWERS, project_answers, read_answers
+    from jaxserve.families.registry import FAMILIES
+
+    if model.pooler.classes is None or model.pooler.denses:
+        return model
+    tokenizer = load_tokenizer()
+    if tokenizer is None:
+        raise ConfigError("names tokens, for which a tokenizer is needed, and there is none", field=ANSWERS)
+    ids = []
+    for token in read_answers(hf_config)[0]:
+        found = tokenizer.encode(token, add_special_tokens=False)
+        if len(found) != 1 or found[0] >= model.vocab_size:
+            raise ConfigError(f"{shorten(token)} is not one token of the model", field=ANSWERS, value=token)
+        ids += found
+    dense = project_answers(model, FAMILIES[model.family].trunk, ids)
+    return dataclasses.replace(model, pooler=dataclasses.replace(model.pooler, denses=(dense,)))
+
+
+def _check_classifier(model: DecoderConfig, options: PoolingOptions) -> DecoderConfig:
+    """Returns a model with classes, as the options have it; ConfigError for what it cannot do."""
+    for name, wrong in (("runner", ("generate",)), ("convert", ("embed", "none"))):
+        if getattr(options, name) in wrong:
+            message = f"{model.family} of this architecture classifies; leave it out"
+            raise ConfigError(message, field=name, value=getattr(options, name))
+    given = options.pooler_config
+    if given is None:
+        return model
+    if given.dimensions is not None:
+        message = "is for embeddings, and this model classifies; leave it out"
+        raise ConfigError(message, field="pooler_config.dimensions", value=given.dimensions)
+    pooler, classes = model.pooler, model.pooler.classes
+    if given.pooling_type is not None:
+        pooler = dataclasses.replace(pooler, pooling_type=given.pooling_type)
+    if given.use_activation is False and classes is not None:
+        pooler = dataclasses.replace(pooler, classes=dataclasses.replace(classes, activation="linear"))
+    return dataclasses.replace(model, pooler=pooler)
+
+
 def _check_sizes(model: DecoderConfig, pooler: PoolerConfig) -> None:
     """Raises ConfigError where the projections do not fit the model, or more dimensions are kept than there are."""
     size = model.hidden_size
     for dense in pooler.denses:
         if dense.in_size != size:
             message = f"takes vectors of {dense.in_size} numbers, and gets {size}"
-            raise ConfigError(message, field=f"{dense.folder}/config.json", value=dense.in_size)
+            raise ConfigError(message, field=f"{dense.module.partition('/')[0]}/config.json", value=dense.in_size)
         size = dense.out_size
     if pooler.dimensions is not None and pooler.dimensions > size:
         message = f"at most {size}, got {pooler.dimensions}"

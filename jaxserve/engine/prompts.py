@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
+from jaxserve.engine.pairs import PairEncoder
+from jaxserve.engine.pooling import require_task
 from jaxserve.engine.request_options import ChatOptions, RequestOptions, check_options, split_options
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.logits_processor import LogitsProcessor
-from jaxserve.request import Request, Task
+from jaxserve.request import TOKEN_TYPE, Request, Task
 from jaxserve.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_SEED,
@@ -25,6 +27,7 @@ from jaxserve.structured_params import StructuredOutputsParams
 if TYPE_CHECKING:
     from jaxserve.features.grammars import GrammarCompiler
     from jaxserve.tokenizers import Tokenizer
+    from jaxserve.tokenizers.pairs import PairTemplate
 
 Message = Mapping[str, Any]  # {"role": ..., "content": text}
 Prompt = str | Mapping[str, Any] | Sequence[int]  # text, a mapping with _PROMPT_KEYS, or token ids
@@ -55,11 +58,14 @@ class RequestFactory:
         max_logprobs: int,
         reads_whole: bool = False,
         processor: LogitsProcessor | None = None,
+        pairs: PairEncoder | None = None,
+        tasks: Sequence[str] = ("generate", "embed"),
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
         self._processor, self._reads_whole = processor, reads_whole
+        self._pairs, self._tasks = pairs or PairEncoder(tokenizer), tasks
         self._grammars: GrammarCompiler | None = None  # made with the first grammar
         own = tokenizer.eos_token_ids if tokenizer is not None else ()
         self._eos_token_ids = tuple(dict.fromkeys((*own, *eos_token_ids)))
@@ -139,6 +145,39 @@ class RequestFactory:
         text, token_ids = self._cut(*self._read(prompt), truncate_prompt_tokens, Task.POOL)
         return Request(self._name(request_id), token_ids, prompt=text, task=Task.POOL, **fields)
 
+    def make_pair(
+        self,
+        first: str,
+        second: str,
+        *,
+        request_id: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        max_tokens_per_doc: int | None = None,
+        template: PairTemplate | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Request:
+        """Returns the request for what the model makes of two texts together; the arguments are those of `make`.
+
+        Args:
+            truncate_prompt_tokens: at most so many tokens, -1: as many as fit; the longer text is cut first, at its
+                end, and with a chat template the second.
+            max_tokens_per_doc: at most so many tokens of the second text, before that.
+            template: in place of the model's own.
+
+        Raises:
+            InvalidRequestError: names what is wrong.
+            TokenizerError: there is no tokenizer or template that says how pairs are read.
+        """
+        check_truncation(truncate_prompt_tokens)
+        most = self._max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        if max_tokens_per_doc is not None and max_tokens_per_doc < 1:
+            message = f"must be at least 1, got {max_tokens_per_doc}"
+            raise InvalidRequestError(message, field="max_tokens_per_doc", value=max_tokens_per_doc)
+        fields = check_options(**options)
+        ids = self._pairs.encode(first, second, most=most, most_of_second=max_tokens_per_doc, template=template)
+        self._check_token_ids([token_id & ~TOKEN_TYPE for token_id in ids])
+        return Request(self._name(request_id), ids, task=Task.POOL, **fields)
+
     def _make(
         self,
         text: str | None,
@@ -148,6 +187,7 @@ class RequestFactory:
         task: Task = Task.GENERATE,
         compile_grammar: GrammarSource | None = None,
     ) -> Request:
+        require_task(self._tasks, "generate")
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be SamplingParams", field="sampling_params", value=params)
         text, token_ids = self._cut(text, token_ids, params.truncate_prompt_tokens, task)
@@ -172,7 +212,7 @@ class RequestFactory:
             prompt=text,
             eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed & _SEED_BITS,
-            bad_words=tuple(self._tokenize_bad_words(params.bad_words)),
+            bad_words=tuple(_tokenize_bad_words(params.bad_words, self._tokenizer, self._vocab_size)),
             grammar=grammar,
             automaton=None if grammar is None or has_ids else grammar.automaton,
             task=task,
@@ -221,26 +261,6 @@ class RequestFactory:
             raise InvalidRequestError(message, field="extra_args", value=arguments)
         return {name: arguments[name] for name in names}
 
-    def _tokenize_bad_words(self, words: Sequence[str | Sequence[int]]) -> Iterable[tuple[int, ...]]:
-        """Yields each word's tokens without and with a space before it, as in vLLM; lists of ids unchanged."""
-        for word in words:
-            if not isinstance(word, str):
-                if max(word) < self._vocab_size:
-                    yield tuple(word)
-                continue
-            if self._tokenizer is None:
-                message = "bad words need a tokenizer, and there is none; give lists of token ids"
-                raise InvalidRequestError(message, field="bad_words", value=word)
-            plain = word.lstrip()
-            spaced = tuple(self._tokenizer.encode(f" {plain}", add_special_tokens=False))
-            bare = tuple(self._tokenizer.encode(plain, add_special_tokens=False))
-            for tokens in dict.fromkeys((bare, spaced)):
-                if not 1 <= len(tokens) <= MAX_BAD_WORD_TOKENS:
-                    message = f"at most {MAX_BAD_WORD_TOKENS} tokens each; {shorten(word)} has {len(tokens)}"
-                    raise InvalidRequestError(message, field="bad_words", value=word)
-                if max(tokens) < self._vocab_size:  # else a token has no logit, and the word cannot be sampled
-                    yield tokens
-
     def _read(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         """Returns the prompt's text, or None, and its token ids; ids given with a text are not checked against it."""
         given = _as_mapping(prompt)
@@ -274,6 +294,29 @@ class RequestFactory:
         if not is_integer or not 0 <= token_id < self._vocab_size:
             message = f"must be token ids in [0, {self._vocab_size}), got {shorten(token_id)}"
             raise InvalidRequestError(message, field=field, value=token_id)
+
+
+def _tokenize_bad_words(
+    words: Sequence[str | Sequence[int]], tokenizer: Tokenizer | None, vocab_size: int
+) -> Iterable[tuple[int, ...]]:
+    """Yields each word's tokens without and with a space before it, as in vLLM; lists of ids unchanged."""
+    for word in words:
+        if not isinstance(word, str):
+            if max(word) < vocab_size:
+                yield tuple(word)
+            continue
+        if tokenizer is None:
+            message = "bad words need a tokenizer, and there is none; give lists of token ids"
+            raise InvalidRequestError(message, field="bad_words", value=word)
+        plain = word.lstrip()
+        spaced = tuple(tokenizer.encode(f" {plain}", add_special_tokens=False))
+        bare = tuple(tokenizer.encode(plain, add_special_tokens=False))
+        for tokens in dict.fromkeys((bare, spaced)):
+            if not 1 <= len(tokens) <= MAX_BAD_WORD_TOKENS:
+                message = f"at most {MAX_BAD_WORD_TOKENS} tokens each; {shorten(word)} has {len(tokens)}"
+                raise InvalidRequestError(message, field="bad_words", value=word)
+            if max(tokens) < vocab_size:  # else a token has no logit, and the word cannot be sampled
+                yield tokens
 
 
 def _keep_start(

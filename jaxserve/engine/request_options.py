@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import DEFAULT_TENANT, PRIORITIES, SERVICE_TIERS, Request, ServiceTier, Tenant
 from jaxserve.sampling_params import OutputKind
 from jaxserve.vllm_names import check_arguments
@@ -41,10 +42,24 @@ class ChatArguments(RequestArguments, total=False):
     continue_final_message: bool
 
 
-class EmbedArguments(TypedDict, total=False):
-    """The arguments of `embed`."""
+class PoolingArguments(TypedDict, total=False):
+    """The arguments of `embed` and `classify`."""
 
+    pooling_params: PoolingParams | None
     truncate_prompt_tokens: int | None
+
+
+class EncodeArguments(PoolingArguments, total=False):
+    """The arguments of `encode`."""
+
+    pooling_task: str | None
+
+
+class ScoreArguments(PoolingArguments, total=False):
+    """The arguments of `score`."""
+
+    max_tokens_per_doc: int | None
+    chat_template: str | None
 
 
 class RequestOptions(TypedDict, total=False):
@@ -72,7 +87,9 @@ class ChatOptions(RequestOptions, total=False):
 _KNOWN: Mapping[str, frozenset[str]] = {
     "generate": RequestArguments.__optional_keys__,
     "chat": ChatArguments.__optional_keys__,
-    "embed": EmbedArguments.__optional_keys__,
+    **dict.fromkeys(("embed", "classify"), PoolingArguments.__optional_keys__),
+    "encode": EncodeArguments.__optional_keys__,
+    "score": ScoreArguments.__optional_keys__,
     "beam_search": frozenset(),
 }
 _ONE_EACH = ("priority", "service_tier")  # arguments that may be lists

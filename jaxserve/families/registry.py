@@ -24,6 +24,7 @@ from jaxserve.core.models.parameters import dense_params, kv_scale_params, trunk
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.families import (
     bert,
+    classification,
     cohere,
     cohere2,
     deepseek_v2,
@@ -62,6 +63,7 @@ from jaxserve.families import (
     smollm3,
     starcoder2,
 )
+from jaxserve.families.classification import HEADS
 from jaxserve.families.unsupported import describe_kind
 from jaxserve.features.quantization.config import read_quantization
 from jaxserve.features.quantization.table import EMPTY_BIASES, UNREAD, find_scheme, quantize_table
@@ -136,11 +138,17 @@ def parse_config(hf_config: Mapping[str, object]) -> DecoderConfig:
     Raises ConfigError, naming the key, for an unknown architecture, a key that is neither known nor harmless, and a
     value that is malformed or not supported.
     """
-    family = find_family(hf_config)
-    config = family.parse(HFConfig(hf_config, family.keys, (*family.ignored_keys, QUANTIZATION_KEY)))
-    is_headless = hf_config.get("architectures") in [[name] for name in family.headless]
-    quantization = read_quantization(hf_config, own=family.quantizations)
-    return dataclasses.replace(config, quantization=quantization, only_pools=config.only_pools or is_headless)
+    family, architectures = find_family(hf_config), hf_config.get("architectures")
+    classifies = family.model_type in HEADS and architectures == [HEADS[family.model_type].architecture]
+    ignored = (*family.ignored_keys, QUANTIZATION_KEY, *(classification.KEYS if classifies else ()))
+    config = family.parse(HFConfig(hf_config, family.keys, ignored))
+    is_headless = architectures in [[name] for name in family.headless] or classifies
+    config = dataclasses.replace(
+        config,
+        quantization=read_quantization(hf_config, own=family.quantizations),
+        only_pools=config.only_pools or is_headless,
+    )
+    return dataclasses.replace(config, pooler=classification.read_pooler(hf_config, config)) if classifies else config
 
 
 def find_family(hf_config: Mapping[str, object]) -> Family:
@@ -169,7 +177,8 @@ def find_family(hf_config: Mapping[str, object]) -> Family:
 
 def _list_architectures(family: Family) -> list[list[str]]:
     """Returns the values of `architectures` that are read as a family."""
-    return [[name] for name in (family.architecture, *family.headless)]
+    classifiers = (HEADS[family.model_type].architecture,) if family.model_type in HEADS else ()
+    return [[name] for name in (family.architecture, *family.headless, *classifiers)]
 
 
 def _unsupported(hf_config: Mapping[str, object], field: str, value: object, known: dict[str, str]) -> ConfigError:
@@ -191,10 +200,11 @@ def list_params(config: DecoderConfig) -> Table:
         params = family.table(layer) | kv_scale_params(layer)
         table |= {f"layers.{index}.{name}": parameter for name, parameter in params.items()}
     table = table if config.quantization is None else quantize_table(table, config.quantization)
+    table |= dense_params(config)
     if family.headless:
         around = f"{family.trunk.embed.partition('.')[0]}."
         table = {name: _allow_bare(parameter, around) for name, parameter in table.items()}
-    return table | dense_params(config)
+    return table
 
 
 def _allow_bare(parameter: Parameter, around: str) -> Parameter:

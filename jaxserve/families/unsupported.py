@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _MULTIMODAL = "it reads images or sound; give a text-only checkpoint"
 _NO_GENERATOR = "it does not generate text, and is no embedding model that is served"
-_CLASSIFIER = "a classifier or reranker, which is not served yet"
+_CLASSIFIER = "a classifier or reranker of an architecture that is not served as one"
 # Config keys that are set in one kind of model only, and what the error says; the first match counts.
 _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual", "embd_layer"), _MULTIMODAL),

@@ -90,11 +90,11 @@ def encode_chat(
     pattern = tokenizer.special_pattern
     escape = ""
     if any(map(pattern.search, texts)):
-        escape = _choose_unused(template, texts)
-        checked, described, given = (_protect(value, pattern, escape) for value in (checked, described, given))
+        escape = choose_unused(template, texts)
+        checked, described, given = (protect(value, pattern, escape) for value in (checked, described, given))
     end = ""
     if continue_final_message:  # a character that occurs nowhere else marks the end of the content
-        end = _choose_unused(template + escape, texts)
+        end = choose_unused(template + escape, texts)
         checked[-1]["content"] += end
     values = {**tokenizer.named_tokens, **given, "add_generation_prompt": add_generation_prompt}
     text = (render or render_apart)(template, checked, values, tools=described, must_read=list(variables or ()))
@@ -167,7 +167,7 @@ def _list_texts(value: Any) -> Iterator[str]:
             waiting += value
 
 
-def _choose_unused(template: str, texts: Sequence[str]) -> str:
+def choose_unused(template: str, texts: Sequence[str]) -> str:
     """Returns a character of the private use area that occurs in neither the template nor the texts."""
     used = set(template).union(*texts)
     for code in range(0xE000, 0xF900):
@@ -179,12 +179,12 @@ def _choose_unused(template: str, texts: Sequence[str]) -> str:
     )
 
 
-def _protect(value: Any, pattern: re.Pattern[str], escape: str) -> Any:
+def protect(value: Any, pattern: re.Pattern[str], escape: str) -> Any:
     """Returns a JSON value in which `escape` follows each character of every special token's text."""
     if isinstance(value, dict):
-        return {_protect(key, pattern, escape): _protect(item, pattern, escape) for key, item in value.items()}
+        return {protect(key, pattern, escape): protect(item, pattern, escape) for key, item in value.items()}
     if isinstance(value, list):
-        return [_protect(item, pattern, escape) for item in value]
+        return [protect(item, pattern, escape) for item in value]
     if not isinstance(value, str):
         return value
     protected = pattern.sub(lambda match: escape.join([*match[0], ""]), value)

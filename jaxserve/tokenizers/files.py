@@ -42,6 +42,7 @@ class TokenizerMetadata:
     legacy: bool  # sentencepiece: text after a special token gets a leading space
     chat_template: str | None
     eos_token_ids: tuple[int, ...]  # generation_config.json's, else config.json's
+    has_types: bool  # models get the types of tokens
 
 
 def read_metadata(directory: Path) -> TokenizerMetadata:
@@ -67,7 +68,13 @@ def read_metadata(directory: Path) -> TokenizerMetadata:
         legacy=_read_flag(config, "legacy") or False,
         chat_template=_read_chat_template(directory, config),
         eos_token_ids=read_eos_token_ids(directory),
+        has_types=_gives_types(config.get("model_input_names"), config.get("tokenizer_class")),
     )
+
+
+def _gives_types(names: Any, tokenizer_class: Any) -> bool:
+    """Whether transformers would give the model types, by the names of its inputs, or by the default of the class."""
+    return "token_type_ids" in names if isinstance(names, list) else tokenizer_class != "TokenizersBackend"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ class HuggingFaceTokenizer(TransformersTokenizer):
         self.special_pattern = compile_special_pattern(self.special_tokens)
         self.chat_template = metadata.chat_template
         self._prefix, self._suffix = _read_affixes(library, metadata, path)
-        self._pair = _read_pair_form(library)
+        self._pair = _read_pair_form(library, has_types=metadata.has_types)
         self.named_tokens = dict(metadata.named_tokens)
         if "bos_token" not in self.named_tokens and len(self._prefix) == 1:  # a tokenizer.json without the other files
             self.named_tokens["bos_token"] = library.id_to_token(self._prefix[0])
@@ -306,10 +306,11 @@ def _read_affixes(
     return prefix, suffix
 
 
-def _read_pair_form(library: tokenizers.Tokenizer) -> PairForm | None:
+def _read_pair_form(library: tokenizers.Tokenizer, *, has_types: bool) -> PairForm | None:
     """Returns what the post-processor makes of two texts; None if it does not leave each whole, in their order."""
     encoding = library.encode("a", "a", add_special_tokens=True)
     parts = list(zip(encoding.sequence_ids, encoding.ids, encoding.type_ids, strict=True))
+    parts = parts if has_types else [(*each[:2], 0) for each in parts]
     spans = [[at for at, (sequence, *_) in enumerate(parts) if sequence == index] for index in (0, 1)]
     if not all(span and span == list(range(span[0], span[-1] + 1)) for span in spans) or spans[0][-1] > spans[1][0]:
         return None

@@ -15,6 +15,7 @@ FLOORS = {
     "jaxserve.model_options": "F1.2",
     "jaxserve.parallel_options": "F1.2",
     "jaxserve.pooling_options": "F1.2",
+    "jaxserve.pooling_params": "F1.2",
     "jaxserve.scheduler_options": "F1.2",
     "jaxserve.config": "F1.3",
     "jaxserve.option_flags": "F1.3",

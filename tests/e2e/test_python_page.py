@@ -14,7 +14,7 @@ import pytest
 import jaxserve
 from jaxserve import errors
 from jaxserve.config import EngineConfig
-from jaxserve.engine.request_options import ChatArguments, EmbedArguments
+from jaxserve.engine.request_options import ChatArguments, EncodeArguments, ScoreArguments
 from jaxserve.options import list_options
 from tests.doc_pages import DOCS, make_table, put_tables, run_blocks
 
@@ -43,10 +43,15 @@ def test_no_public_name_is_missing() -> None:
     wanted = set(jaxserve.__all__)
     for kind in (jaxserve.LLM, jaxserve.AsyncLLM):
         wanted |= {name for name in vars(kind) if not name.startswith("_")} - {"ready"}
-    for method in (jaxserve.LLM.generate, jaxserve.LLM.chat, jaxserve.LLM.embed):
+    for method in (jaxserve.LLM.generate, jaxserve.LLM.chat, jaxserve.LLM.embed, jaxserve.LLM.score):
         wanted |= inspect.signature(method).parameters.keys() - {"self", "arguments"}
-    wanted |= ChatArguments.__optional_keys__ | EmbedArguments.__optional_keys__
-    for value in (jaxserve.SamplingParams, jaxserve.StructuredOutputsParams, jaxserve.BeamSearchParams):
+    wanted |= ChatArguments.__optional_keys__ | EncodeArguments.__optional_keys__ | ScoreArguments.__optional_keys__
+    for value in (
+        jaxserve.SamplingParams,
+        jaxserve.StructuredOutputsParams,
+        jaxserve.BeamSearchParams,
+        jaxserve.PoolingParams,
+    ):
         wanted |= {field.name for field in fields(value)}
     wanted |= {field.name for field in fields(jaxserve.CompletionOutput)}
     wanted |= {name for name, kind in vars(errors).items() if inspect.isclass(kind) and name.endswith("Error")}

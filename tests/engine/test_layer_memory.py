@@ -161,7 +161,7 @@ def test_an_encoder_gets_portable_attention_where_kernels_have_causal_masks_only
 
 def test_an_encoder_refuses_to_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     llm = make_toy(monkeypatch, tmp_path, ENCODER)
-    with pytest.raises(InvalidRequestError, match="makes embeddings only, and the request is to generate"):
+    with pytest.raises(InvalidRequestError, match="tasks are embed, score, not generate"):
         llm.generate({"prompt_token_ids": [1, 2]}, SamplingParams(max_tokens=2))
     with pytest.raises(InvalidRequestError, match=f"has {MAX_LEN + 1}; shorten it"):
         llm.embed({"prompt_token_ids": make_ids(MAX_LEN + 1, 0)})

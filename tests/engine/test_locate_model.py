@@ -123,9 +123,9 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
     ),
     "gpt-2": (other("gpt2", "GPT2LMHeadModel"), "model_type", ("'gpt2' is not supported; known are",)),
     "classifier": (
-        other("llama", "LlamaForSequenceClassification"),
+        other("mistral", "MistralForSequenceClassification"),
         "architectures",
-        ("a classifier or reranker, which is not served yet", "known are LlamaForCausalLM, LlamaModel"),
+        ("a classifier or reranker of an architecture", "known are MistralForCausalLM, MistralModel"),
     ),
     "no model_type": (
         {"config.json": {"architectures": ["Qwen4ForCausalLM"]}},

@@ -42,7 +42,7 @@ def refused_field(config: object) -> str:
     [
         ({"model_type": "mamba"}, "model_type"),
         ({"model_type": 3}, "model_type"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"model_type": None, "architectures": ["GPT2LMHeadModel"]}, "architectures"),
         ({"num_experts": 8}, "num_experts"),
         ({"sliding_window": 128}, "sliding_window"),

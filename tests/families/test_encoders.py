@@ -91,7 +91,7 @@ def test_vectors_equal_the_reference_and_no_neighbour_changes_a_bit(name: str) -
             np.testing.assert_allclose(again, vector, rtol=0, atol=1e-6)
             is_one_program = sum(map(len, beside)) > ROWS and not llm.ready.shapes.model.shares_prefixes
             assert not is_one_program or np.array_equal(again, vector)
-    with pytest.raises(InvalidRequestError, match="makes embeddings only"):
+    with pytest.raises(InvalidRequestError, match="tasks are embed, score, not generate"):
         llm.generate({"prompt_token_ids": texts[0]}, SamplingParams(max_tokens=1))
 
 
@@ -224,7 +224,7 @@ SIZES = {"in_features": 384, "out_features": 8}
         ({**DENSE, "2_Dense/config.json": {"in_features": 99, "out_features": 8}}, "takes vectors of 99.*gets 384"),
         ({"config.json": {"position_embedding_type": "relative_key"}}, "position_embedding_type"),
         ({"config.json": {"is_decoder": True}}, "is_decoder"),
-        ({"config.json": {"architectures": ["BertForSequenceClassification"]}}, "classifier or reranker"),
+        ({"config.json": {"architectures": ["BertForMultipleChoice"]}}, "BertForMultipleChoice"),
         ({"config.json": {"model_type": "mpnet", "architectures": ["MPNetModel"]}}, "mpnet"),
     ],
 )
@@ -254,7 +254,7 @@ def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], words: str
         ("qwen3", {"convert": "none", "pooler_config": {"pooling_type": "CLS"}}, "convert", "computed whole"),
         ("qwen3", {"runner": "generate", "convert": "embed"}, "convert", "runner is generate"),
         ("qwen3", {"runner": "pooling", "convert": "none"}, "convert", "runner is pooling"),
-        ("qwen3", {"convert": "classify"}, "convert", "must be one of auto, none, embed"),
+        ("qwen3", {"convert": "classify"}, "convert", "has no classes"),
         (
             "qwen3",
             {"pooler_config": {"pooling_type": "ALL"}},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -35,6 +37,21 @@ def make(folder: Path, processor: object) -> tuple[tokenizers.Tokenizer, Tokeniz
     (folder / "tokenizer_config.json").write_text('{"unk_token": "[UNK]"}')
     library.save(str(folder / "tokenizer.json"))
     return library, load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, [0, 0, 0, 1, 1]),
+        ({"model_input_names": ["input_ids", "token_type_ids"]}, [0, 0, 0, 1, 1]),
+        ({"model_input_names": ["input_ids", "attention_mask"]}, [0] * 5),
+        ({"tokenizer_class": "TokenizersBackend"}, [0] * 5),
+    ],
+)
+def test_types_are_given_where_the_files_say_so(config: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
+    make(tmp_path, PROCESSORS["bert"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).encode_pair("a", "b")[1] == expected
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

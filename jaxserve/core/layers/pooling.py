@@ -23,29 +23,55 @@ _HERE = StepContext(mesh=None)  # the projections are whole on every device
 class DenseConfig:
     """A projection behind pooling, always in float32; `activation` is a key of ACTIVATIONS.
 
-    `folder` is the one of the checkpoint's folders that has its weights.
+    `module` is the checkpoint's name of it, below the folder that has its weights, if that is not the model's own
+    ("2_Dense/linear"). Of a larger matrix, `rows` are those that are used.
     """
 
     in_size: int
     out_size: int
     bias: bool
     activation: str
-    folder: str
+    module: str
+    rows: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ClassConfig:
+    """The classes that a text's vector has a number for each, and the activation that makes these its probabilities.
+
+    `activation`: "sigmoid", "softmax", "tanh" or "linear". It is applied on the host, because a request may leave it
+    out. `difference`: the one number is the second of two, less the first.
+    """
+
+    labels: tuple[str, ...]
+    activation: str
+    difference: bool = False
 
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """How a text's vector is made: pooled, projected, cut to its first `dimensions`, and divided by its length."""
+    """How a text's vector is made: pooled, projected, cut to its first `dimensions`, and divided by its length.
+
+    With `classes` it is no embedding, but a number for each class.
+    """
 
     pooling_type: PoolingType = "LAST"
     denses: tuple[DenseConfig, ...] = ()
     dimensions: int | None = None
     normalizes: bool = True
+    classes: ClassConfig | None = None
 
     @property
     def needs_every_token(self) -> bool:
         """Whether it reads other tokens than the last, so that a text must be computed whole."""
         return self.pooling_type != "LAST"
+
+    def count_numbers(self, hidden_size: int) -> int:
+        """Returns the numbers of a vector (E), made of states of `hidden_size`."""
+        if self.classes is not None:
+            return len(self.classes.labels)
+        size = self.denses[-1].out_size if self.denses else hidden_size
+        return min(size, self.dimensions or size)
 
 
 LAST = PoolerConfig()
@@ -78,6 +104,8 @@ def finish_rows(config: PoolerConfig, leaves: Mapping[str, Any], pooled: Float[A
     """Returns the vectors of rows, float32. `leaves` are `dense_0`, `dense_1` and so on: [in, out] and a bias [out]."""
     for index, dense in enumerate(config.denses):
         pooled = ACTIVATIONS[dense.activation](linear(_HERE, leaves[f"dense_{index}"], pooled))
+    if config.classes is not None and config.classes.difference:
+        pooled = pooled[:, 1:] - pooled[:, :1]
     pooled = pooled[:, : config.dimensions]
     if not config.normalizes:
         return pooled

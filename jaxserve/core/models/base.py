@@ -233,9 +233,8 @@ class DecoderConfig:
 
     @property
     def embedding_size(self) -> int:
-        """The numbers of an embedding (E)."""
-        size = self.pooler.denses[-1].out_size if self.pooler.denses else self.hidden_size
-        return min(size, self.pooler.dimensions or size)
+        """The numbers of a text's vector (E): of an embedding, or one for each class."""
+        return self.pooler.count_numbers(self.hidden_size)
 
     @property
     def has_experts(self) -> bool:

@@ -63,15 +63,19 @@ def trunk_params(config: DecoderConfig, trunk: Trunk) -> Table:
 
 
 def dense_params(config: DecoderConfig) -> Table:
-    """Returns the projections of the pooler. Their tensors are in folders, whose names are in front of theirs."""
+    """Returns the projections of the pooler."""
     table: Table = {}
     for index, dense in enumerate(config.pooler.denses):
-        module, shape = {f"{dense.folder}/linear": dense.out_size}, (dense.in_size, dense.out_size)
-        found = linear_params(config, f"dense_{index}", module, shape, (None, None), transpose, bias=dense.bias)
-        table |= {
-            name: dataclasses.replace(each, spec=dataclasses.replace(each.spec, dtype="float32"))
-            for name, each in found.items()
-        }
+        build, num_rows = transpose, dense.out_size
+        if dense.rows is not None:  # of the embedding, or of a head that is not kept
+            build, num_rows = partial(transpose, order=np.array(dense.rows)), config.vocab_size
+        shape = dense.in_size, dense.out_size
+        found = linear_params(
+            config, f"dense_{index}", {dense.module: num_rows}, shape, (None, None), build, bias=dense.bias
+        )
+        for name, each in found.items():
+            source = dataclasses.replace(each.source, part=dense.rows is not None)
+            table[name] = Parameter(dataclasses.replace(each.spec, dtype="float32"), source)
     return table
 
 

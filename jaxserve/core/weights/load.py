@@ -127,7 +127,7 @@ def check_tensors(
         raise WeightsError(f"parameters and their sources disagree: {list_names(odd)}", field="sources")
     sources = {name: source.choose(checkpoint.names) for name, source in sources.items()}
     wanted = [name for source in sources.values() for name in source.names if not source.part]
-    wanted += sorted({name for source in sources.values() for name in source.names if source.part})
+    wanted += sorted({name for source in sources.values() for name in source.names if source.part}.difference(wanted))
     doubled = sorted(name for name, count in Counter(wanted).items() if count > 1)
     if doubled:
         raise WeightsError(f"{len(doubled)} tensors are mapped twice: {list_names(doubled)}", field="sources")

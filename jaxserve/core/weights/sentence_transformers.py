@@ -127,7 +127,7 @@ def _read_dense(path: Path, folder: str) -> DenseConfig:
     activation = _CLASSES.get(name, name.lower())
     if activation not in ACTIVATIONS or not given.startswith("torch.nn."):
         raise ConfigError(f"the activation {shorten(given)} is not read", field=str(file), value=given)
-    return DenseConfig(sizes[0], sizes[1], bool(settings.get("bias", True)), activation, folder)
+    return DenseConfig(sizes[0], sizes[1], bool(settings.get("bias", True)), activation, f"{folder}/linear")
 
 
 def _read_texts(file: Path) -> tuple[int | None, bool]:
