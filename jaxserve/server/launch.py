@@ -181,11 +181,10 @@ def make_state(engine: EngineConfig, config: ServerConfig) -> ServerState:
         state.chat_template = read_chat_template(serving.chat_template)
     for field, value, known in (
         ("tool_call_parser", serving.tool_call_parser, ("auto", "none", *TOOL_PARSERS)),
-        ("reasoning_parser", serving.reasoning_parser, (None, *REASONING_PARSERS)),
+        ("reasoning_parser", serving.reasoning_parser, ("auto", "none", *REASONING_PARSERS)),
     ):
         if value not in known:
-            names = ", ".join(str(each) for each in known if each is not None)
-            raise ConfigError(f"must be one of {names}, got {value!r}", field=field, value=value)
+            raise ConfigError(f"must be one of {', '.join(known)}, got {value!r}", field=field, value=value)
     return state
 
 

@@ -129,9 +129,8 @@ class ServingOptions:
     refuse_hosted_tools: bool = option(
         False, "refuse requests with hosted tools (web_search, ...), which are left out of prompts otherwise"
     )
-    reasoning_parser: str | None = option(
-        None,
-        "format of the model's reasoning: deepseek_r1, deepseek_v3, glm45, minimax_m2, mistral, qwen3, openai_gptoss",
+    reasoning_parser: str = option(
+        "auto", "format of the model's reasoning; auto: detected from its template; none: it is part of the answer"
     )
     enable_force_include_usage: bool = option(False, "end every stream with its token usage")
     per_request_spec_decode_metrics: str = option(

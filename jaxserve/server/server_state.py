@@ -129,10 +129,11 @@ class ServerState:
             WorkerStartError: the process for chat templates cannot be started.
             ConfigError: the model's chat template does not read one of the default variables.
         """
-        tokenizer, parser = llm.tokenizer, self.config.serving.tool_call_parser
+        tokenizer, serving = llm.tokenizer, self.config.serving
         template = self.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
-        self.tool_parser = guess_tool_parser(template) if parser == "auto" else None if parser == "none" else parser
-        self.reasoning_parser = self.config.serving.reasoning_parser or guess_reasoning_parser(template)
+        self.tool_parser = _choose_parser(serving.tool_call_parser, guess_tool_parser(template))
+        self.reasoning_parser = _choose_parser(serving.reasoning_parser, guess_reasoning_parser(template))
+        _log.info("format of calls: %s; of reasoning: %s", self.tool_parser or "none", self.reasoning_parser or "none")
         if template is not None:
             self._check_defaults(template, tokenizer)
             self.preparation.start(template)
@@ -261,3 +262,7 @@ def not_serving(phase: Phase) -> ApiError:
         Phase.FAILED: "The engine has failed; the server is shutting down.",
     }.get(phase, f"The server is {phase}; GET /health says how far it is.")
     return ApiError(503, reason, code=f"server_{phase}", headers={"Retry-After": "5"})
+
+
+def _choose_parser(option: str, detected: str | None) -> str | None:
+    return detected if option == "auto" else None if option == "none" else option

@@ -20,6 +20,7 @@ from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
 from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.routes import chat, completions, responses
+from jaxserve.server.server_state import ServerState
 from jaxserve.tokenizers import load_tokenizer
 from jaxserve.tokenizers.template import render_template
 
@@ -82,3 +83,38 @@ def test_default_variables_that_the_template_does_not_read_stop_the_start(values
     llm: Any = SimpleNamespace(tokenizer=None)
     with pytest.raises(ConfigError, match=r"^default_chat_template_kwargs: (y|messages|enable_thinking): "):
         state.open(llm)
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "expected"),
+    [
+        ("{{ messages }}", {}, (None, None)),
+        ("{{ messages }}<think>", {}, (None, "qwen3")),
+        ("{{ messages }}<think><tool_call>", {}, ("hermes", "qwen3")),
+        ("{{ messages }}<think><tool_call>", {"reasoning_parser": "none", "tool_call_parser": "none"}, (None, None)),
+        ("{{ messages }}", {"reasoning_parser": "deepseek_r1"}, (None, "deepseek_r1")),
+        ("{{ messages }}<|channel|>", {"reasoning_parser": "none"}, ("openai", None)),
+        (None, {}, (None, None)),
+    ],
+)
+def test_formats_are_detected_by_the_template(
+    template: str | None,
+    options: dict[str, str],
+    expected: tuple[str | None, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = make_state(EngineConfig.from_options(model="demo"), ServerConfig.from_options(**options))
+    state.chat_template = template
+    for part in ("_check_defaults", "_log_form"):
+        monkeypatch.setattr(ServerState, part, lambda *_: None)
+    monkeypatch.setattr(state, "preparation", SimpleNamespace(start=lambda _: None))
+    view = SimpleNamespace(describe_cache=dict)
+    llm: Any = SimpleNamespace(tokenizer=None, view=view, limits=SimpleNamespace(max_num_seqs=1))
+    state.open(llm)
+    assert (state.tool_parser, state.reasoning_parser) == expected
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_unknown_formats_stop_the_start(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{option}: must be one of auto, none, .*qwen3.*, got 'qwen9'"):
+        make_state(EngineConfig.from_options(model="demo"), ServerConfig.from_options(**{option: "qwen9"}))

@@ -1,5 +1,7 @@
 """Calls that a family's template writes are read back, byte for byte, however the text is cut."""
 
+# ruff: noqa: RUF001 - DeepSeek's marks have wide characters
+
 from __future__ import annotations
 
 import json
@@ -16,7 +18,13 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars import GrammarCompiler, Matcher
 from jaxserve.presets import demo_model_dir
 from jaxserve.server.events import ReasoningDelta
-from jaxserve.server.tools import constrain_calls, guess_tool_parser, make_answer_parser, read_tools
+from jaxserve.server.tools import (
+    constrain_calls,
+    guess_reasoning_parser,
+    guess_tool_parser,
+    make_answer_parser,
+    read_tools,
+)
 from jaxserve.server.tools.call_formats import CALL_FORMATS
 from jaxserve.tokenizers import load_tokenizer
 from tests.examples import scale_examples
@@ -38,6 +46,15 @@ PARSERS = {
     "Granite 3": "granite",
     "Command R7B": "cohere_command3",
     "Phi-4-mini": "phi4_mini_json",
+}
+REASONING = {
+    "Qwen 3": "qwen3",
+    "GLM 4.5": "glm45",
+    "MiniMax M2": "minimax_m2",
+    "DeepSeek V3.1": "deepseek_v3",
+    "Granite 3": "granite",
+    "Command R7B": "cohere_command3",
+    "Gemma 4": "gemma4",
 }
 ENDS = {  # what ends a turn; it stops the sequence and is no part of its text
     "Qwen 3": "<|im_end|>\n",
@@ -77,6 +94,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "nothing": st.none(),
     "either": st.none() | st.just("x"),
 }
+COHERE = "<|START_RESPONSE|>b<|END_RESPONSE|>"
 ARGUMENTS = st.fixed_dictionaries({}, optional=VALUES)
 ONE = {"text": 'a "b" \\ \n<c>', "count": 5, "items": [1, "x"], "more": {"k": None}}
 
@@ -140,6 +158,21 @@ def test_broken_calls_lose_nothing(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_template_names_its_parser(name: str) -> None:
     assert guess_tool_parser(FAMILIES[name]) == PARSERS[name]
+    assert guess_reasoning_parser(FAMILIES[name]) == REASONING.get(name)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("<｜tool▁calls▁begin｜>{{ '<｜Assistant｜><think>' }}", "deepseek_r1"),
+        ("<|tool_calls_section_begin|>{{ '<think>' }}", "kimi_k2"),
+        ("<functions>{{ '<think>' }}", "olmo3"),
+        ("[THINK][TOOL_CALLS]", "mistral"),
+        ("{{ '<think>' }}", "qwen3"),
+    ],
+)
+def test_further_templates_of_reasoning(template: str, expected: str) -> None:
+    assert guess_reasoning_parser(template) == expected
 
 
 @pytest.mark.parametrize(
@@ -191,9 +224,25 @@ def test_work_is_linear(name: str) -> None:
         ("glm45", "<|assistant|>\n<think></think>", "\nb", ["\nb"]),
         ("deepseek_v3", "<think>", "a</think>b", [ReasoningDelta("a"), "b"]),
         ("deepseek_v3", "</think>", "b", ["b"]),
+        ("gemma4", "<|turn>model\n", "<|channel>thought\na\n<channel|>b", [ReasoningDelta("a"), "b"]),
+        ("gemma4", "<|channel>thought\n<channel|>", "b", ["b"]),
+        ("gemma4", "<|turn>model\n", "<|channel>", ["<|channel>"]),
+        ("granite", "", "Here is my thought process: a\n\nHere is my response: b", [ReasoningDelta("a"), "b"]),
+        ("granite", "", "Here is my", ["Here is my"]),
+        ("kimi_k2", "<|im_middle|>", "a</think>b", [ReasoningDelta("a"), "b"]),
+        ("kimi_k2", "<think></think>", "b", ["b"]),
+        ("olmo3", "<|im_start|>assistant\n<think>", "a</think>b", [ReasoningDelta("a"), "b"]),
+        (
+            "cohere_command3",
+            "<|CHATBOT_TOKEN|>",
+            f"<|START_THINKING|>a<|END_THINKING|>{COHERE}",
+            [ReasoningDelta("a"), "b"],
+        ),
+        ("cohere_command3", "<|START_THINKING|><|END_THINKING|>", COHERE, ["b"]),
+        ("cohere_command3", "", "<|START_RESPONSE|>b<|END_RESPON<|c", ["b<|END_RESPON<|c"]),
     ],
 )
-def test_reasoning(parser: str, prompt: str, text: str, expected: list[Any]) -> None:
+def test_reasoning_of_families(parser: str, prompt: str, text: str, expected: list[Any]) -> None:
     for parts in ([text], list(text)):
         assert summarise(read(make_answer_parser(None, parser, prompt=prompt), parts)) == expected
 
