@@ -38,7 +38,7 @@ def write_arguments(
     if not properties:
         if schema.get("additionalProperties") is False:
             return ""
-        return f'({mark(marks.key)} /[^<>\\n]+/ {_open_value(marks, mark)} {text} "\\n")*'
+        return f'({mark(marks.key)} /[^<>"\\n]+/ {_open_value(marks, mark)} {text} "\\n")*'
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     terms = []
     for key, value in properties.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxserve.features.grammars import Matcher
@@ -51,3 +53,25 @@ def pick(allowed: list[int], ends: set[int], tokens: list[bytes], rng: np.random
         if hurry:
             return min(allowed, key=lambda token_id: (tokens[token_id].isspace(), len(tokens[token_id])))
     return allowed[int(rng.integers(len(allowed)))]
+
+
+def wander(matcher: Matcher, rng: np.random.Generator, texts: Sequence[Sequence[int]]) -> bytes:
+    """As `walk`, but now and then it writes one of these texts of token ids, as far as the masks allow."""
+    vocabulary = matcher.vocabulary
+    ends = set(vocabulary.eos_token_ids)
+    ids: list[int] = []
+    while len(ids) < MAX_TOKENS:
+        hurry = len(ids) > HASTE
+        wanted = texts[int(rng.integers(len(texts)))] if rng.random() < (0.6 if hurry else 0.2) else None
+        allowed = list_allowed(matcher)
+        assert allowed, f"a dead end after {ids}"
+        if hurry and ends & set(allowed):
+            return b"".join(vocabulary.tokens[token_id] for token_id in ids)
+        for token_id in wanted or [pick(allowed, ends, vocabulary.tokens, rng, hurry=hurry)]:
+            if token_id not in list_allowed(matcher):
+                break
+            if token_id in ends:
+                return b"".join(vocabulary.tokens[token_id] for token_id in ids)
+            matcher.accept(token_id)
+            ids.append(token_id)
+    raise AssertionError(f"no end after {MAX_TOKENS} tokens: {ids}")

@@ -1,0 +1,138 @@
+"""Whatever a model draws from the masks of strict tools, what is read back are calls that fit their schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jaxserve.features.grammars import GrammarCompiler
+from jaxserve.presets import demo_model_dir
+from jaxserve.server.events import ArgumentsDelta, CallBegun
+from jaxserve.server.tools import TOOL_PARSERS, ToolSet, constrain_calls, has_call_grammar, make_answer_parser
+from jaxserve.server.tools.answer_parser import CALL_FORMATS
+from jaxserve.server.tools.reasoning import REASONING_FORMATS
+from jaxserve.server.tools.spec import Tool
+from jaxserve.tokenizers import load_tokenizer
+from tests.features.grammars.test_blanks import accepts
+from tests.features.grammars.walks import wander
+from tests.server.tools.helpers import read
+
+FORMATS = [name for name in TOOL_PARSERS if has_call_grammar(name)]
+VALUES: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": "number", "minimum": -3},
+    {"type": "boolean"},
+    {"enum": ["red", "green", "a b"], "type": "string"},
+    {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False},
+]
+# Ends of XML's and reasoning's texts, and what makes an answer worth its test: openers and beginnings of marks.
+CLOSERS = ("</think>", "[/THINK]", "\n</parameter>", "</parameter>", "</arg_value>", ">", "</arg_key>", "<", "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What random walks of one format came to."""
+
+    walks: int = 0
+    calls: int = 0
+    strict_calls: int = 0
+    with_text: int = 0  # walks that have calls and other text
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(load_tokenizer(demo_model_dir()))
+    yield made
+    made.close()
+
+
+def draw_tools(rng: np.random.Generator, choice: str) -> ToolSet:
+    tools = []
+    for at in range(int(rng.integers(1, 4))):
+        keys = ["a", "city", "size_2"][: int(rng.integers(0, 4))]
+        schema = {
+            "type": "object",
+            "properties": {key: VALUES[int(rng.integers(len(VALUES)))] for key in keys},
+            "required": [key for key in keys if rng.random() < 0.6],
+            "additionalProperties": False,
+        }
+        tools.append(Tool(f"f{at}", None, schema, at == 0 or bool(rng.random() < 0.5)))
+    return ToolSet(tuple(tools), choice, parallel=bool(rng.random() < 0.5))  # type: ignore[arg-type]
+
+
+def walk_tools(compiler: GrammarCompiler, parser: str, choice: str, seed: int, num_walks: int) -> Found:
+    """Draws tools and walks along their masks; fails where what is read back does not fit."""
+    rng = np.random.default_rng([seed, FORMATS.index(parser)])
+    tools = draw_tools(rng, choice)
+    reasoning = str(rng.choice(list(REASONING_FORMATS))) if rng.random() < 0.5 else None
+    params = constrain_calls(tools, parser, reasoning, {})
+    assert params is not None
+    grammar = compiler.compile(params)
+    opener = CALL_FORMATS[parser].opener
+    texts = [*CLOSERS, *([opener] * 3 if opener else ())]
+    ids = [grammar.vocabulary(text) for text in texts]
+    found = Found()
+    for _ in range(num_walks):
+        text = wander(grammar.new_matcher(), rng, ids).decode()
+        found = add_found(found, text, tools, read(make_answer_parser(parser, reasoning, tools), [text]))
+    return found
+
+
+def add_found(found: Found, text: str, tools: ToolSet, events: list[Any]) -> Found:
+    calls = [
+        (event.name, "".join(e.text for e in events if isinstance(e, ArgumentsDelta) and e.index == event.index))
+        for event in events
+        if isinstance(event, CallBegun)
+    ]
+    by_name = {tool.name: tool for tool in tools.tools}
+    assert calls or not tools.is_forced, text
+    assert tools.parallel or len(calls) <= 1, text
+    for name, arguments in calls:
+        tool = by_name[name]
+        value = json.loads(arguments)
+        assert isinstance(value, dict), text
+        if tool.strict or tools.is_forced:
+            jsonschema.validate(value, tool.arguments_schema)
+    return Found(
+        found.walks + 1,
+        found.calls + len(calls),
+        found.strict_calls + sum(by_name[name].strict for name, _ in calls),
+        found.with_text + bool(calls and any(not isinstance(event, CallBegun | ArgumentsDelta) for event in events)),
+    )
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("parser", FORMATS)
+def test_calls_fit_their_schemas(compiler: GrammarCompiler, parser: str, choice: str) -> None:
+    found = [walk_tools(compiler, parser, choice, seed, 4) for seed in range(2)]
+    assert sum(each.calls for each in found), "the walks come to calls"
+
+
+def test_names_of_any_arguments_end_where_their_mark_begins(compiler: GrammarCompiler) -> None:
+    tools = ToolSet((Tool("f", None, {"type": "object"}),), "required")
+    params = constrain_calls(tools, "minimax_m2", None, {})
+    assert params is not None
+    argument = '<parameter name="city">Rome</parameter>'
+    call = f'<minimax:tool_call>\n<invoke name="f">\n{argument}\n</invoke>\n</minimax:tool_call>'
+    assert accepts(compiler.compile(params).new_matcher(), call)
+
+
+@pytest.mark.thorough
+def test_strict_tools_in_ten_thousand_walks(compiler: GrammarCompiler) -> None:
+    """Some 5 CPU minutes: what is rare comes up in many walks only."""
+    per_format, walks_each = -(-10_000 // len(FORMATS)), 20
+    for parser in FORMATS:
+        every = [
+            walk_tools(compiler, parser, "auto", 100 + at, walks_each) for at in range(per_format // walks_each + 1)
+        ]
+        total = {name: sum(getattr(each, name) for each in every) for name in Found.__slots__}
+        print(parser, total)
+        assert total["strict_calls"] > 100
