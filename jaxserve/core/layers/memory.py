@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jaxserve.core.sharding import Axes
@@ -25,11 +25,14 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class StateArray:
-    """One array of a recurrent state, for one row. `axes` are logical (sharding.py)."""
+    """One array of a recurrent state, for one row. `axes` are logical (sharding.py).
+
+    A `dtype` of None is the model's.
+    """
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str | None
     axes: Axes
 
 
@@ -41,6 +44,10 @@ class RecurrentState:
     """
 
     arrays: tuple[StateArray, ...]
+
+    def with_dtype(self, dtype: str) -> RecurrentState:
+        """Returns the state of a model of this dtype."""
+        return RecurrentState(tuple(replace(array, dtype=array.dtype or dtype) for array in self.arrays))
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,21 @@ def read_state(ctx: LayerContext) -> dict[str, jax.Array]:
     """Returns the state of each row [S, ...] before the step, by name."""
     assert ctx.slots is not None
     slots = ctx.slots.read
-    return {name: pool.at[ctx.offset, slots].get(mode="fill", fill_value=0) for name, pool in ctx.pool.items()}
+    return {name: read_slots(pool, ctx.offset, slots) for name, pool in ctx.pool.items()}
 
 
 def write_state(ctx: LayerContext, state: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the pool of the layer with the state of each row [S, ...] after the step; a layer returns this pool."""
     assert ctx.slots is not None
     slots = ctx.slots.write
-    return {
-        name: pool.at[ctx.offset, slots].set(state[name].astype(pool.dtype), mode="drop")
-        for name, pool in ctx.pool.items()
-    }
+    return {name: write_slots(pool, ctx.offset, slots, state[name]) for name, pool in ctx.pool.items()}
+
+
+def read_slots(pool: jax.Array, offset: int, slots: Int[Array, " n"]) -> jax.Array:
+    """Returns some slots [n, ...] of one array of a pool; zeros for those that it does not have."""
+    return pool.at[offset, slots].get(mode="fill", fill_value=0)
+
+
+def write_slots(pool: jax.Array, offset: int, slots: Int[Array, " n"], state: jax.Array) -> jax.Array:
+    """Returns the array of a pool with these slots [n, ...]; those that it does not have are dropped."""
+    return pool.at[offset, slots].set(state.astype(pool.dtype), mode="drop")

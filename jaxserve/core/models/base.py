@@ -204,7 +204,8 @@ class DecoderConfig:
     @property
     def memories(self) -> tuple[LayerMemory, ...]:
         """What each layer keeps between two steps."""
-        return tuple(kind.mixer.memory for kind in self.layers)
+        found = (kind.mixer.memory for kind in self.layers)
+        return tuple(each.with_dtype(self.dtype) if isinstance(each, RecurrentState) else each for each in found)
 
     @functools.cached_property
     def states(self) -> tuple[tuple[RecurrentState, int], ...]:

@@ -1,0 +1,39 @@
+"""A short causal convolution of each channel over the texts of a step, with the inputs before the step as its state."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.spec import BatchMeta
+
+
+def convolve(
+    weight: Float[Array, "W C"], x: Float[Array, "T C"], earlier: Float[Array, "S W-1 C"], batch: BatchMeta
+) -> tuple[Float[Array, "T C"], Float[Array, "S W-1 C"]]:
+    """Returns the sums of each token's last W inputs in float32, and the last W - 1 inputs of each row after the step.
+
+    The last line of `weight` is that of the token itself. `earlier` are each row's last inputs before the step, zeros
+    where its text begins. Every sum is made in the same order, wherever a text is cut.
+    """
+    reach, starts = weight.shape[0] - 1, batch.query_start_loc
+    ages = jnp.arange(len(x)) - starts[batch.token_rows]  # tokens of the row in front of it, in this step
+    wide = weight.astype(jnp.float32)
+    total = jnp.zeros(x.shape, jnp.float32)
+    for back in range(reach, 0, -1):
+        kept = earlier[batch.token_rows, jnp.clip(ages - back, -reach, -1) + reach]
+        beside = jnp.pad(x, ((back, 0), (0, 0)))[: len(x)]
+        total += wide[reach - back] * jnp.where((ages >= back)[:, None], beside, kept).astype(jnp.float32)
+    return total + wide[reach] * x.astype(jnp.float32), _keep_last(x, earlier, starts)
+
+
+def _keep_last(
+    x: Float[Array, "T C"], earlier: Float[Array, "S W-1 C"], starts: Int[Array, " S+1"]
+) -> Float[Array, "S W-1 C"]:
+    """Returns each row's last inputs, which are earlier ones where the step has too few of its tokens."""
+    rows, reach = earlier.shape[:2]
+    lengths = starts[1:] - starts[:-1]
+    places = lengths[:, None] - reach + jnp.arange(reach)  # in the row's inputs of the step
+    new = x[jnp.clip(starts[:-1, None] + places, 0, len(x) - 1)]
+    kept = earlier[jnp.arange(rows)[:, None], jnp.clip(places + reach, 0, reach - 1)]
+    return jnp.where((places >= 0)[:, :, None], new, kept.astype(x.dtype))

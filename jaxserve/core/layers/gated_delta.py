@@ -1,0 +1,147 @@
+"""Gated DeltaNet, a block in place of attention: projections, a convolution, the delta rule, a norm with a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxserve.core.layers.activations import ACTIVATIONS
+from jaxserve.core.layers.context import LayerContext, StateSlots
+from jaxserve.core.layers.convolution import convolve
+from jaxserve.core.layers.delta_rule import HeadSizes, RuleInputs, apply_rule
+from jaxserve.core.layers.linear import linear
+from jaxserve.core.layers.memory import RecurrentState, StateArray
+from jaxserve.core.layers.norm import NormConfig, normalize_plainly
+from jaxserve.core.layers.recurrent import read_slots, write_slots
+from jaxserve.core.sharding import DEFAULT_RULES, Axes
+from pallas_kernels.spec import BatchMeta
+
+_INPUTS, _STATE = "inputs", "state"
+_AXES: dict[str, Axes] = {
+    "conv": (None, "kv_heads"),
+    "decay": ("heads",),
+    "decay_bias": ("heads",),
+    "out_norm": (None,),
+}
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """Sizes and state of the block; `num_value_heads` is a multiple of `num_key_heads`.
+
+    `conv_size` counts the inputs of the convolution, the token's own included. `state_dtype` is that of the heads'
+    states; the inputs that are kept have the model's. On a mesh, devices share the key heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+    activation: str
+    state_dtype: str = "float32"
+
+    causal = True
+
+    @property
+    def sizes(self) -> HeadSizes:
+        """The heads of the whole model."""
+        return HeadSizes(self.num_key_heads, self.num_value_heads // self.num_key_heads, self.key_dim, self.value_dim)
+
+    @property
+    def head_channels(self) -> int:
+        """Channels of a key head that are convolved: its query, its key and the values of its group."""
+        return 2 * self.key_dim + self.sizes.group * self.value_dim
+
+    @property
+    def head_columns(self) -> int:
+        """Columns of `qkvz` of a key head."""
+        return self.head_channels + self.sizes.group * self.value_dim
+
+    @property
+    def memory(self) -> RecurrentState:
+        """Each key head's last inputs of the convolution, and each value head's state."""
+        inputs = StateArray(
+            _INPUTS,
+            (self.num_key_heads, (self.conv_size - 1) * self.head_channels),
+            None,
+            ("kv_heads", None),
+        )
+        shape = (self.num_value_heads, self.key_dim, self.value_dim)
+        return RecurrentState((inputs, StateArray(_STATE, shape, self.state_dtype, ("heads", None, None))))
+
+    @property
+    def num_activations(self) -> int:
+        """The numbers per token that it holds: the projections, what is convolved, and the answers."""
+        return self.num_key_heads * (self.head_columns + self.head_channels) + self.num_value_heads * self.value_dim
+
+
+def mix_by_delta_rule(
+    config: GatedDeltaConfig, norm: NormConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
+) -> tuple[Float[Array, "T D"], dict[str, jax.Array]]:
+    """Returns the block's output and the pool with the states after the step.
+
+    Parameters: `qkvz` [D, K * (2A + 2rB)] holds, per key head, its query, its key, the r values of its group and their
+    gates z; `ba` [D, K * 2r] the same of the inputs of beta, then of the decays; `conv` [W, K * (2A + rB)]; `decay` [N]
+    (A_log) and `decay_bias` [N], float32; `out_norm` [B]; `o` [N * B, D].
+    """
+    qkvz, ba = linear(ctx, leaves["qkvz"], x), linear(ctx, leaves["ba"], x)
+    own = {name: leaves[name] for name in _AXES}
+    mix = partial(_mix_here, config, norm, ctx.offset)
+    if ctx.mesh is not None:
+        axes = {array.name: (None, None, *array.axes) for array in config.memory.arrays}
+        by_head = DEFAULT_RULES.spec((None, "kv_heads"))
+        of_pool = {name: DEFAULT_RULES.spec(each) for name, each in axes.items()}
+        of_leaves = {name: DEFAULT_RULES.spec(each) for name, each in _AXES.items()}
+        mix = jax.shard_map(
+            mix,
+            mesh=ctx.mesh,
+            in_specs=(by_head, by_head, of_leaves, of_pool, PartitionSpec(), PartitionSpec()),
+            out_specs=(by_head, of_pool),
+            check_vma=False,  # loops whose end is known on the device state no varying axes
+        )
+    out, pool = mix(qkvz, ba, own, ctx.pool, ctx.batch, ctx.slots)
+    return linear(ctx, leaves["o"], out, reduce=True), pool
+
+
+def _mix_here(
+    config: GatedDeltaConfig,
+    norm: NormConfig,
+    offset: int,
+    qkvz: Float[Array, "T K*C"],
+    ba: Float[Array, "T K*2r"],
+    leaves: Mapping[str, jax.Array],
+    pool: Mapping[str, jax.Array],
+    batch: BatchMeta,
+    slots: StateSlots,
+) -> tuple[Float[Array, "T N*B"], dict[str, jax.Array]]:
+    """Returns the gated answers of the heads that this device has, and their states."""
+    tokens, sizes = len(qkvz), config.sizes._replace(keys=qkvz.shape[1] // config.head_columns)
+    columns = qkvz.reshape(tokens, sizes.keys, config.head_columns)
+    mixed, gates = columns[..., : config.head_channels], columns[..., config.head_channels :]
+    kept = read_slots(pool[_INPUTS], offset, slots.read)
+    kept = kept.reshape(-1, sizes.keys, config.conv_size - 1, config.head_channels).swapaxes(1, 2)
+    channels, kept = convolve(
+        leaves["conv"],
+        mixed.reshape(tokens, -1),
+        kept.reshape(*kept.shape[:2], -1),
+        batch,
+    )
+    channels = ACTIVATIONS[config.activation](channels).astype(qkvz.dtype).reshape(mixed.shape)
+    kept = kept.reshape(*kept.shape[:2], sizes.keys, -1).swapaxes(1, 2)
+    inputs = write_slots(pool[_INPUTS], offset, slots.write, kept.reshape(len(kept), *pool[_INPUTS].shape[2:]))
+    b, a = jnp.split(ba.astype(jnp.float32).reshape(tokens, sizes.keys, -1), 2, axis=-1)
+    steps = jax.nn.softplus(a.reshape(tokens, -1) + leaves["decay_bias"])
+    read = RuleInputs(channels, -jnp.exp(leaves["decay"]) * steps, jax.nn.sigmoid(b).reshape(tokens, -1))
+    out, state = apply_rule(sizes, read, pool[_STATE], offset, batch, slots)
+    normed = leaves["out_norm"] * normalize_plainly(norm, out)
+    gates = gates.reshape(normed.shape).astype(jnp.float32)
+    gated = normed * ACTIVATIONS[config.activation](gates)
+    return gated.astype(qkvz.dtype).reshape(tokens, -1), {_INPUTS: inputs, _STATE: state}
