@@ -33,8 +33,7 @@ VALUES: list[dict[str, Any]] = [
     {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
     {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False},
 ]
-# Ends of XML's and reasoning's texts, and what makes an answer worth its test: openers and beginnings of marks.
-CLOSERS = ("</think>", "[/THINK]", "\n</parameter>", "</parameter>", "</arg_value>", ">", "</arg_key>", "<", "\n")
+CLOSERS = ("\n</parameter>", "</parameter>", "</arg_value>", ">", "</arg_key>", "<", "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,8 @@ def walk_tools(compiler: GrammarCompiler, parser: str, choice: str, seed: int, n
     assert params is not None
     grammar = compiler.compile(params)
     opener = CALL_FORMATS[parser].opener
-    texts = [*CLOSERS, *([opener] * 3 if opener else ())]
+    texts = [*CLOSERS, *([opener] * 3 if opener else ())]  # what a model writes, and chance does not
+    texts += [REASONING_FORMATS[reasoning].closer] * 2 if reasoning else []
     ids = [grammar.vocabulary(text) for text in texts]
     found = Found()
     for _ in range(num_walks):
