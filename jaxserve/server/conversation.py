@@ -95,7 +95,11 @@ def make_request(conversation: Conversation, state: ServerState, options: Mappin
         forced = tools.structured_outputs()
     if form is not None and tools is not None and tools.is_forced:
         raise InvalidRequestError("conflicts with tool_choice; give only one", field="structured_outputs", value=None)
-    if tools is not None and forced is None:
+    is_free = _is_free_text(form)
+    if is_free and tools is not None and tools.choice == "auto" and tools.is_strict:
+        message = "conflicts with strict tools, as both say what a call looks like; give only one"
+        raise InvalidRequestError(message, field="structured_outputs.structural_tag", value=None)
+    if tools is not None and forced is None and not is_free:
         special = engine.tokenizer.special_tokens if engine.tokenizer is not None else {}
         parsers = str(tool_parser), reasoning_parser
 
@@ -117,9 +121,15 @@ def make_parser(conversation: Conversation, request: Request, state: ServerState
     names, tools = _choose_parsers(conversation, state), conversation.tools
     if conversation.call_form is not None and tools is not None and tools.named is not None:
         return AnswerParser(tools=ForcedCall(tools.named), is_forced=True)
-    continues, is_constrained = conversation.continue_final_message, conversation.form is not None
+    continues, form = conversation.continue_final_message, conversation.form
+    is_constrained = form is not None and not _is_free_text(form)
     begun = check_messages(conversation.messages[-1:])[0]["content"] if continues else None
     return make_answer_parser(*names, tools, prompt=request.prompt or "", begun=begun, is_constrained=is_constrained)
+
+
+def _is_free_text(form: StructuredOutputsParams | None) -> bool:
+    """Whether a form is of text that may reason and call tools, as structural tags are."""
+    return form is not None and form.kind == "structural_tag"
 
 
 def _choose_parsers(conversation: Conversation, state: ServerState) -> tuple[str | None, str | None]:

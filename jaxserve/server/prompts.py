@@ -18,7 +18,9 @@ from jaxserve.structured_params import StructuredOutputsParams
 
 _MOST_CHARACTERS = 16  # that a prompt may have per token of context; text has 3 to 5
 _MOST_CUT = 4  # times as many if the prompt is to be truncated
-_PLAIN_FORM = dict.fromkeys(("structured_outputs.json_object", "structured_outputs"), "response_format")
+_PLAIN_FORM = dict.fromkeys(
+    ("structured_outputs.json_object", "structured_outputs.structural_tag", "structured_outputs"), "response_format"
+)
 
 
 @contextmanager

@@ -33,6 +33,24 @@ TOOLS = {
 }
 NAMED = {"type": "function", "function": {"name": "f"}}
 SCHEMA = {"type": "object", "properties": {"b": {"enum": [3, 4]}}, "required": ["b"], "additionalProperties": False}
+TAG = {"type": "tag", "begin": "<v>", "content": {"type": "regex", "pattern": "[yz]"}, "end": "</v>"}
+CALL = {  # a call of `f` in the template's format
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<tool_call>"],
+        "tags": [
+            {
+                "type": "tag",
+                "begin": '<tool_call>\n{"name": "f", "arguments": ',
+                "content": {"type": "json_schema", "json_schema": TOOLS["tools"][0]["function"]["parameters"]},
+                "end": "}\n</tool_call>",
+            }
+        ],
+        "at_least_one": True,
+        "stop_after_first": True,
+    },
+}
 Check = Callable[[dict[str, Any], dict[str, int]], bool]
 
 
@@ -66,6 +84,9 @@ FIELDS: dict[str, tuple[Callable[[dict[str, int]], dict[str, Any]], Check, str]]
     "regex": (lambda _: {"structured_outputs": {"regex": "[yz]{20}"}}, has_form("[yz]{20}"), "structured_outputs"),
     "grammar": (
         lambda _: {"structured_outputs": {"grammar": 'start: "y" | "z"'}}, has_form("y|z"), "structured_outputs"),
+    "structural_tag": (
+        lambda _: {"structured_outputs": {"structural_tag": {"format": TAG}}}, has_form("<v>[yz]</v>"),
+        "structured_outputs"),
     "required": (lambda _: {**TOOLS, "tool_choice": "required"}, is_called, "tool"),
     "named": (lambda _: {**TOOLS, "tool_choice": NAMED}, is_called, "tool"),
     "auto": (lambda _: TOOLS, lambda choice, ids: True, "tool"),
@@ -85,7 +106,7 @@ FIELDS: dict[str, tuple[Callable[[dict[str, int]], dict[str, Any]], Check, str]]
         lambda _: {"messages": [*HELLO, {"role": "assistant", "content": "It"}], "continue_final_message": True},
         lambda choice, _: True, "continue_final_message"),
 }  # fmt: skip
-FORMS = ("response_format", "choice", "regex", "grammar", "required", "named", "auto", "none")
+FORMS = ("response_format", "choice", "regex", "grammar", "structural_tag", "required", "named", "auto", "none")
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +200,35 @@ def test_a_strict_tool_leaves_other_text_as_it_is(client: httpx.Client) -> None:
     lines = [json.loads(line[6:])["choices"] for line in streamed.text.splitlines() if line.startswith("data: {")]
     text = "".join(choice["delta"].get("content") or "" for choices in lines for choice in choices)
     assert text == plain["choices"][0]["message"]["content"]
+
+
+def test_calls_inside_structural_tags_are_calls(client: httpx.Client, ids: dict[str, int]) -> None:
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 60, **TOOLS, "response_format": CALL}
+    choice = client.post(CHAT, json=body).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and is_called(choice, ids)
+    streamed = client.post(CHAT, json=body | {"stream": True})
+    assert '"arguments":' in streamed.text and '"finish_reason":"tool_calls"' in streamed.text
+    strict = [{"type": "function", "function": {**TOOLS["tools"][0]["function"], "strict": True}}]
+    error = client.post(CHAT, json=body | {"tools": strict}).json()["error"]
+    assert error["param"] == "response_format" and "conflicts with strict tools" in error["message"]
+
+
+def test_every_endpoint_takes_structural_tags(client: httpx.Client) -> None:
+    tagged = {"type": "structural_tag", "format": TAG}
+    common = {"temperature": 0}
+    for path, body, read in (
+        ("/v1/completions", {"prompt": "hi", "response_format": tagged}, lambda answer: answer["choices"][0]["text"]),
+        (
+            CHAT,
+            {"messages": HELLO, "response_format": tagged},
+            lambda answer: answer["choices"][0]["message"]["content"],
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "structured_outputs": {"structural_tag": json.dumps(tagged)}},
+            lambda answer: answer["output"][0]["content"][0]["text"],
+        ),
+    ):
+        answer = client.post(path, json={**body, **common})
+        assert answer.status_code == 200, answer.text
+        assert re.fullmatch("<v>[yz]</v>", read(answer.json()))

@@ -163,7 +163,7 @@ class GrammarCompiler:
     def _compile(self, params: StructuredOutputsParams) -> Grammar | _Refusal:
         checker = self._get_checker()
         assert self._vocabulary is not None, "made with the checker"
-        source = make_source(params)
+        source = make_source(params, self._tokenizer)
         verdict = checker.check(source)
         if verdict.error is not None:
             expires = math.inf if verdict.is_certain else time.monotonic() + _UNCERTAIN_S

@@ -36,6 +36,7 @@ LimitMaker = Callable[[Vocabulary], Limit]  # makes one at the start of a text
 def choose_limits(params: StructuredOutputsParams) -> tuple[LimitMaker, ...]:
     """Returns the limits of a constraint: blanks of one JSON text with the usual whitespace, and digits of any JSON."""
     if not params.kind.startswith("json"):
-        return (DigitLimit,) if "%json" in (params.grammar or "") else ()
+        text = params.grammar or params.structural_tag or ""
+        return (DigitLimit,) if "%json" in text or (params.structural_tag and "schema" in text) else ()
     has_own_blanks = params.disable_any_whitespace or params.whitespace_pattern is not None
     return (DigitLimit,) if has_own_blanks else (BlankLimit, DigitLimit)

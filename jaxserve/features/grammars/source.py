@@ -7,65 +7,40 @@ import re
 from typing import Any
 
 from jaxserve.features.grammars.gbnf import to_lark
-from jaxserve.structured_params import LARK_LITERAL, StructuredOutputsParams
+from jaxserve.features.grammars.rules import BLANKS, list_texts, write_options, write_regex
+from jaxserve.features.grammars.structural_tags import write_structural_tag
+from jaxserve.structured_checks import LARK_LITERAL
+from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.tokenizers import Tokenizer
 
-# The default whitespace between JSON tokens: one blank, or a line break and the indentation of eight levels by four. It
-# is bounded, because some models write blanks until `max_tokens`. llguidance does not allow two such gaps in a row.
-# `BlankLimit` bounds the gaps of a text together.
-_BLANKS = r"\r?\n[ \t]{0,32}|[ \t]"
 _LITERAL_OR_JSON = re.compile(rf"{LARK_LITERAL.pattern}|%json\s*")
 
 
-def make_source(params: StructuredOutputsParams) -> str:
-    """Returns the grammar of a constraint: Lark text, or llguidance's JSON list of grammars."""
-    if params.kind == "grammar":
-        return _bound_blanks(to_lark(str(params.grammar)))
-    if params.kind == "choice":
-        # One terminal is one automaton; as alternatives of a rule each text would use one of the parser's items.
-        return _wrap({"lark_grammar": f"start: CHOICE\nCHOICE: {_list_texts(params)}"})
-    if params.kind == "regex":
-        return _wrap({"lark_grammar": f"start: {_write_regex(params)}"})
-    schema = json.loads(str(params.json)) if params.kind == "json" else {"type": "object"}
-    return _wrap({"json_schema": {**schema, "x-guidance": _write_options(params)}})
+def make_source(params: StructuredOutputsParams, tokenizer: Tokenizer) -> str:
+    """Returns the grammar of a constraint: Lark text, or llguidance's JSON list of grammars.
 
-
-def _list_texts(params: StructuredOutputsParams) -> str:
-    return " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice or ())
-
-
-def _write_regex(params: StructuredOutputsParams) -> str:
-    from llguidance import regex_to_lark
-
-    return f"/{regex_to_lark(params.regex or '', 'dws')}/"  # "dws": \d, \w and \s mean ASCII; Rust's mean Unicode
-
-
-def _write_options(params: StructuredOutputsParams) -> dict[str, Any]:
-    if params.disable_any_whitespace:
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": params.whitespace_pattern or _BLANKS}
-
-
-def write_rule(params: StructuredOutputsParams, name: str) -> str:
-    """Returns a constraint as the rule `name` of a Lark grammar, for a part of the output.
+    Args:
+        tokenizer: a structural tag may name its special tokens.
 
     Raises:
-        InvalidRequestError: the grammar is malformed GBNF.
+        InvalidRequestError: the constraint is malformed GBNF, or a structural tag that no grammar here can hold.
     """
     if params.kind == "grammar":
-        return f"{name}: %lark {{\n{to_lark(str(params.grammar))}\n}}"
+        return _bound_blanks(to_lark(str(params.grammar)))
+    if params.kind == "structural_tag":
+        return _bound_blanks(write_structural_tag(str(params.structural_tag), tokenizer))
     if params.kind == "choice":
-        return f"{name}: {name.upper()}\n{name.upper()}: {_list_texts(params)}"
+        # One terminal is one automaton; as alternatives of a rule each text would use one of the parser's items.
+        return _wrap({"lark_grammar": f"start: CHOICE\nCHOICE: {list_texts(params)}"})
     if params.kind == "regex":
-        return f"{name}: {_write_regex(params)}"
+        return _wrap({"lark_grammar": f"start: {write_regex(str(params.regex))}"})
     schema = json.loads(str(params.json)) if params.kind == "json" else {"type": "object"}
-    if params.disable_any_whitespace or params.whitespace_pattern:
-        schema |= {"x-guidance": _write_options(params)}  # else `make_source` adds the usual ones
-    return f"{name}: %json {json.dumps(schema, ensure_ascii=False)}"
+    return _wrap({"json_schema": {**schema, "x-guidance": write_options(params)}})
 
 
 def _bound_blanks(grammar: str) -> str:
     """Returns a Lark grammar with bounded whitespace in each `%json` whose schema has no options of its own."""
-    options = json.dumps({"whitespace_pattern": _BLANKS})
+    options = json.dumps({"whitespace_pattern": BLANKS})
     decoder = json.JSONDecoder()
     pieces, copied, at = [], 0, 0
     while found := _LITERAL_OR_JSON.search(grammar, at):

@@ -112,6 +112,7 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: Texts | None = None
     grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
 
@@ -131,16 +132,25 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the answer, in OpenAI's fields."""
+    """The format of the answer, in OpenAI's fields; those of a structural tag are vLLM's."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: Texts | None = None
 
     def to_params(self) -> StructuredOutputsParams | None:
         """Returns the engine's parameters; None for plain text."""
+        tag = self.model_dump(exclude_none=True, exclude={"type", "json_schema"})
         if self.type != "json_schema" and self.json_schema is not None:
             message = f"needs type 'json_schema', got {self.type!r}"
             raise InvalidRequestError(message, field="response_format.json_schema", value=self.type)
+        if self.type == "structural_tag":
+            return StructuredOutputsParams(structural_tag=tag)
+        for name in tag:
+            message = f"needs type 'structural_tag', got {self.type!r}"
+            raise InvalidRequestError(message, field=f"response_format.{name}", value=self.type)
         if self.type == "text":
             return None
         if self.type == "json_object":

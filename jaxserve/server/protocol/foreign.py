@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 ForeignFields = dict[str, tuple[tuple[Any, ...], str]]
-_IS_A_FORM = "send structured_outputs, an object with json, regex, choice or grammar"
+_IS_A_FORM = "send structured_outputs, an object with json, regex, choice, grammar or structural_tag"
 _IS_TEXT = "models read text only"
 _IS_CUT_LEFT = "prompts are cut at their beginning"
 SAMPLING_FIELDS: ForeignFields = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.features.grammars.source import write_rule
+from jaxserve.features.grammars.rules import write_rule
 from jaxserve.server.tools.call_formats import CALL_FORMATS, CallFormat
 from jaxserve.server.tools.marked_calls import DEEPSEEK, KIMI, CallMarks
 from jaxserve.server.tools.reasoning import REASONING_FORMATS, find_place

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from jaxserve.structured_params import LARGEST_INTEGER
+from jaxserve.structured_checks import LARGEST_INTEGER
 
 Schema = dict[str, Any]
 

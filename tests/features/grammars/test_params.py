@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve import structured_params
+from jaxserve import structured_checks
 from jaxserve.errors import InvalidRequestError
 from jaxserve.structured_params import StructuredOutputsParams
 from tests.examples import scale_examples
@@ -37,7 +37,8 @@ REFUSED = [
     ({"json_object": False}, "structured_outputs", "got none"),
     ({"regex": "a", "choice": ["b"]}, "structured_outputs", "got regex, choice"),
     ({"json": {}, "json_object": True}, "structured_outputs", "got json, json_object"),
-    ({"structural_tag": "{}"}, "structured_outputs.structural_tag", "not supported; use grammar"),
+    ({"structural_tag": "{}"}, "structured_outputs.structural_tag.structures", "not empty"),
+    ({"structural_tag": "{}", "regex": "a"}, "structured_outputs", "got regex, structural_tag"),
     ({"jsn": {}}, "structured_outputs.jsn", "not known"),
     ({"json_object": "yes"}, "structured_outputs.json_object", "true or false"),
     ({"json": []}, "structured_outputs.json", "must be a JSON object"),
@@ -143,4 +144,4 @@ def test_any_schema_is_normalised_or_refused(value: Any) -> None:
     except InvalidRequestError:
         return
     assert json.loads(str(params.json)) == value
-    assert len(str(params.json).encode()) <= structured_params.MAX_SCHEMA_BYTES
+    assert len(str(params.json).encode()) <= structured_checks.MAX_SCHEMA_BYTES

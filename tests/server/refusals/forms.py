@@ -60,7 +60,52 @@ def _name(form: dict[str, Any]) -> str:
     return f"structured_outputs.{list(form)[-1]}"
 
 
+def _trigger(triggers: list[Any], begin: str = "<f>", **more: Any) -> dict[str, Any]:
+    content = {"type": "json_schema", "json_schema": {"type": "object"}}
+    tags = [{"type": "tag", "begin": begin, "content": content, "end": "</f>", **more}]
+    return {"format": {"type": "triggered_tags", "triggers": triggers, "tags": tags}}
+
+
+_NESTED: dict[str, Any] = {"type": "any_text"}
+for _ in range(70):
+    _NESTED = {"type": "or", "elements": [_NESTED]}
+# Structural tags that cannot be kept, and where the error is.
+TAGS: list[tuple[dict[str, Any], str]] = [
+    ({}, ".structures"),
+    ({"structures": []}, ".structures"),
+    ({"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}]}, ".triggers"),
+    ({"structures": [{"begin": "<f>", "schema": {}}], "triggers": ["<f"]}, ".structures[0].end"),
+    ({"structures": [{"begin": "", "schema": {}, "end": ""}], "triggers": ["<f"]}, ".structures[0].begin"),
+    ({"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["<f"], "format": {}}, ".format.type"),
+    ({"format": {"type": "any_tokens"}}, ".format.type"),
+    ({"format": _NESTED}, ""),
+    ({"format": {"type": "const_string", "value": "Q" * 70_000}}, ""),
+    ({"format": {"type": "regex", "pattern": "("}}, ""),
+    ({"format": {"type": "regex", "pattern": "((((a{1,100}){1,100}){1,100}){1,100})"}}, ""),
+    ({"format": {"type": "grammar", "grammar": "start: a"}}, ""),
+    ({"format": {"type": "grammar", "grammar": "start: (\n}\nx: %lark {"}}, ""),
+    ({"format": {"type": "json_schema", "json_schema": nest(60)}}, ""),
+    ({"format": {"type": "json_schema", "json_schema": {"type": "nope"}}}, ""),
+    ({"format": {"type": "json_schema", "json_schema": {"x-guidance": {}}}}, ".format.json_schema"),
+    ({"format": {"type": "token", "token": "<|nope|>"}}, ""),
+    ({"format": {"type": "const_string", "value": "<|end|>"}}, ""),
+    (_trigger([]), ".format.triggers"),
+    (_trigger([""]), ".format.triggers[0]"),
+    (_trigger([5]), ".format.triggers[0]"),
+    (_trigger(["<f", "f"]), ".format.triggers[1]"),
+    (_trigger(["<f", "<g"]), ".format.triggers[1]"),
+    (_trigger(["<g"]), ".format.tags[0].begin"),
+    (_trigger(["<f"], end=[]), ".format.tags[0].end"),
+    (_trigger(["<f"], end=None, content={"type": "any_text"}), ".format.tags[0].end"),
+    (_trigger(["<f"], content={"type": "regex", "pattern": ")"}), ""),
+    (_trigger(["<f"], depth=1), ".format.tags[0].depth"),
+]
+
 FORMS: list[Row] = [
     *(({"structured_outputs": form}, _name(form)) for form in _FORMS),
+    *(
+        ({"structured_outputs": {"structural_tag": given}}, f"structured_outputs.structural_tag{name}")
+        for given, name in TAGS
+    ),
     ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "structured_outputs.json"),
 ]

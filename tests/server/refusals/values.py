@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.server.refusals.chats import WIDE, make_tool
+from tests.server.refusals.forms import TAGS
 from tests.server.refusals.refusal import HELLO, Row
 
 FOREIGN: dict[str, Any] = {  # of other servers, at values that would change the answer
@@ -52,7 +53,8 @@ SAMPLING: list[Row] = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
-    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "unknown_parameter"),
+    ({"structured_outputs": {"structural_tag": 5}}, "structured_outputs.structural_tag"),
+    ({"structural_tag": {"format": {"type": "any_text"}}}, "structural_tag"),
     ({"structured_outputs": {"choice": ["a"], "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
 ]
 COUNTS: list[Row] = [
@@ -78,6 +80,11 @@ COUNTS: list[Row] = [
         ({"response_format": {"type": kind, "json_schema": {"name": "a", "schema": {}}}}, "response_format.json_schema")
         for kind in ("text", "json_object")
     ),
+    *(
+        ({"response_format": {"type": kind, "triggers": ["<f"]}}, "response_format.triggers")
+        for kind in ("text", "json_object", "json_schema")
+    ),
+    *(({"response_format": {"type": "structural_tag", **tag}}, f"response_format{name}") for tag, name in TAGS),
 ]
 TEXTS: list[Row] = [
     *(({"prompt": value}, "prompt") for value in ([], [[]], [[], [5]], ["a"] * 2049)),

@@ -10,12 +10,21 @@ import pytest
 from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars import GrammarCompiler
 from jaxserve.presets import demo_model_dir
-from jaxserve.server.tools import TOOL_PARSERS, ToolSet, constrain_calls, has_call_grammar, read_tools
+from jaxserve.server.events import ReasoningDelta
+from jaxserve.server.tools import (
+    TOOL_PARSERS,
+    ToolSet,
+    constrain_calls,
+    has_call_grammar,
+    make_answer_parser,
+    read_tools,
+)
 from jaxserve.server.tools.call_formats import CALL_FORMATS
 from jaxserve.server.tools.reasoning import REASONING_FORMATS
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.tokenizers import Tokenizer, load_tokenizer
 from tests.features.grammars.test_blanks import accepts
+from tests.server.tools.helpers import read
 from tests.server.tools.test_spec import CITY, TREE, tool
 
 FORMS: list[tuple[dict[str, Any], str, str]] = [  # a form, a text of it, and one that is not
@@ -183,3 +192,14 @@ def test_marks_of_reasoning_may_be_special_tokens(compiler: GrammarCompiler) -> 
             matcher.accept(user)
             matcher.accept(system)
             assert accepts(matcher, CALLS["hermes"][0].removeprefix("<tool_call>"))
+
+
+def test_a_forced_call_may_reason_until_its_tokens_end(compiler: GrammarCompiler) -> None:
+    """Nothing ends reasoning but the model, so `max_tokens` may come first: reasoning and no call are left."""
+    tools = read_tools([tool("f", CITY)], "required")
+    assert tools is not None
+    params = constrain_calls(tools, "hermes", "qwen3", {}, read_prompt=lambda: "<think>")
+    assert params is not None
+    assert not fits(compiler, params, "Hm. " * 40), "the answer cannot end here"
+    parser = make_answer_parser("hermes", "qwen3", tools, prompt="<think>")
+    assert read(parser, ["Hm. ", "Hm."]) == [ReasoningDelta("Hm."), ReasoningDelta(" Hm.")] and not parser.saw_calls
