@@ -16,6 +16,7 @@ from jaxserve.presets import demo_model_dir
 from jaxserve.server.events import ArgumentsDelta, CallBegun
 from jaxserve.server.tools import TOOL_PARSERS, ToolSet, constrain_calls, has_call_grammar, make_answer_parser
 from jaxserve.server.tools.answer_parser import CALL_FORMATS
+from jaxserve.server.tools.marked_calls import DEEPSEEK, KIMI
 from jaxserve.server.tools.reasoning import REASONING_FORMATS
 from jaxserve.server.tools.spec import Tool
 from jaxserve.tokenizers import load_tokenizer
@@ -33,7 +34,7 @@ VALUES: list[dict[str, Any]] = [
     {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
     {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False},
 ]
-CLOSERS = ("\n</parameter>", "</parameter>", "</arg_value>", ">", "</arg_key>", "<", "\n")
+CLOSERS = (KIMI.last, DEEPSEEK.last, "\n</parameter>", "</parameter>", "</arg_value>", ">", "</arg_key>", "<", "\n")
 
 
 @dataclass(frozen=True, slots=True)
