@@ -18,6 +18,7 @@ _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 _ASSISTANT_FIELDS = (*_FIELDS, "reasoning_content", "reasoning", "tool_calls")
 _TOOL_FIELDS = (*_FIELDS, "tool_call_id")
 _EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # clients send these back; templates ignore them
+_REPEATED = "provider_specific_fields"
 _CALL_FIELDS = ("id", "type", "function", "index")  # `index` is left over from streamed deltas
 
 
@@ -91,6 +92,8 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
         )
     if role == "assistant" and isinstance(message.get("refusal"), str) and not message.get("content"):
         message = {**message, "content": message["refusal"], "refusal": None}  # OpenAI's models say it instead
+    if role == "assistant":
+        message = _drop_repeated(message)
     known = _FIELDS
     if role in ("assistant", "tool", "function", "ipython"):
         known = _ASSISTANT_FIELDS if role == "assistant" else _TOOL_FIELDS
@@ -108,6 +111,17 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
         content = ""  # not None: templates use it as a string
     checked = {"role": role, "content": _join_content(content, f"{field}.content"), **texts}
     return {**checked, "tool_calls": calls} if calls else checked
+
+
+def _drop_repeated(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the message without the field in which LiteLLM repeats others, unless that says anything else."""
+    others = {key: value for key, value in message.items() if key != _REPEATED}
+    repeated = message.get(_REPEATED)
+    reasoning = others.get("reasoning", others.get("reasoning_content"))
+    said = {**others, "reasoning": reasoning, "reasoning_content": reasoning}
+    if isinstance(repeated, Mapping) and all(value in (None, said.get(key)) for key, value in repeated.items()):
+        return others
+    return message
 
 
 def _join_content(content: Any, field: str) -> str:

@@ -191,6 +191,10 @@ def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{"role": "assistant", "content": "a", "refusal": "no"}], "messages[0]"),
         ([{"role": "assistant", "content": "a", "function_call": {"name": "f"}}], "messages[0]"),
         ([{"role": "assistant", "content": "a", "audio": {"id": "x"}}], "messages[0]"),
+        ([{"role": "assistant", "content": "a", "provider_specific_fields": {"signature": "x"}}], "messages[0]"),
+        ([{"role": "assistant", "content": "a", "provider_specific_fields": {"reasoning": "x"}}], "messages[0]"),
+        ([{"role": "assistant", "content": "a", "provider_specific_fields": "a"}], "messages[0]"),
+        ([{"role": "user", "content": "a", "provider_specific_fields": {}}], "messages[0]"),
         ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
         ([{"role": "assistant", "content": "a", "reasoning": 5}], "messages[0].reasoning"),
         ([{"role": "tool", "tool_call_id": "x"}], "messages[0].content"),
@@ -248,7 +252,8 @@ def test_calls_reach_the_template_as_objects() -> None:
     source = "{{ messages | tojson }}"
     messages = [
         {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "function_call": None,
-         "tool_calls": [call('{"b": [1, null], "a": "é"}', index=0)], "reasoning": "hm"},
+         "tool_calls": [call('{"b": [1, null], "a": "é"}', index=0)], "reasoning": "hm",
+         "provider_specific_fields": {"reasoning": "hm", "refusal": None}},  # LiteLLM repeats others there
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}], "name": "f"},
         {"role": "assistant", "content": "done", "tool_calls": None, "reasoning_content": "r", "reasoning": "s"},
         {"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": {"x": 1.5}}},
