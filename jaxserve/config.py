@@ -50,7 +50,9 @@ class CacheOptions:
         choices=("auto", "float32", "bfloat16", "float16", "fp8"),
         synonyms={"fp8_e4m3": "fp8"},
     )
-    enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
+    enable_prefix_caching: bool | None = option(
+        None, "reuse the KV of equal prompt beginnings; default: on, in models that can share it"
+    )
     num_kv_pages_override: int | None = option(
         None, "pages of the largest pool, in place of the memory plan's", "num_gpu_blocks_override"
     )
@@ -63,6 +65,11 @@ class CacheOptions:
     )
     kv_offloading_backend: str = option(
         "native", "what keeps them; native: pinned memory of this process", choices=("native",)
+    )
+    mamba_ssm_cache_dtype: str = option(
+        "auto",
+        "of the states of recurrent layers; auto: float32",
+        choices=("auto", "float32", "bfloat16"),
     )
 
     @property
@@ -85,7 +92,7 @@ class CacheOptions:
         size = self.kv_offloading_size
         if size is not None and not 0 < size < math.inf:
             raise ConfigError(f"must be above 0, got {shorten(size)}", field="kv_offloading_size", value=size)
-        if size is not None and not self.enable_prefix_caching:
+        if size is not None and self.enable_prefix_caching is False:
             message = "needs enable_prefix_caching: pages on the host are found by their content"
             raise ConfigError(message, field="kv_offloading_size", value=size)
 
@@ -313,7 +320,7 @@ class EngineConfig:
         Raises:
             ConfigError: options contradict each other.
         """
-        defaults = _PLATFORM_DEFAULTS[platform]
+        defaults = _PLATFORM_DEFAULTS[platform] | {"enable_prefix_caching": True}
         scheduler = _fill(self.scheduler, defaults)
         rows = scheduler.max_num_seqs
         if self.scheduler.max_num_batched_tokens is None:

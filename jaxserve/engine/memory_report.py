@@ -127,17 +127,22 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
     model, largest = shapes.model, shapes.buckets.largest
     num_samples = len(shapes.sample_programs) * len(shapes.buckets.row_counts)
     weights = describe_weights(model)
-    states = " with their recurrent states" if model.states else ""
     details = "" if weights is None else f"; weights: {weights}"
     details += "".join(f"; and {feature.note}" for feature in shapes.features if feature.note)
     return [
         ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}{details}"),
         ("temporaries", use.temporaries, f"of the largest program, {largest}"),
         ("programs", use.code, f"{len(shapes.buckets.buckets)} forward, {num_samples} sample"),
-        ("state", use.state, f"rows{states}, and inputs and outputs of two steps of {largest.rows} rows"),
+        ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),
+        *([("recurrent states", use.recurrent, _describe_states(use))] if use.recurrent else []),
         *([("copies", use.buffers, "pages on their way from and to the host")] if use.buffers else []),
         ("reserve", use.reserve, "modules and command buffers of the first execution"),
     ]
+
+
+def _describe_states(use: DeviceUse) -> str:
+    """Returns what the recurrent states of an engine are."""
+    return f"of {use.rows} rows, {format_bytes(use.recurrent // use.rows)} each"
 
 
 def _list_pages(shapes: Shapes, plan: CachePlan) -> list[tuple[str, int, str]]:

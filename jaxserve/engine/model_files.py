@@ -144,11 +144,30 @@ def resolve_model(
     if parallel.enable_expert_parallel and not model.has_experts:
         message = f"{model.family} has no experts; leave it out"
         raise ConfigError(message, field="enable_expert_parallel", value=True)
+    model = _set_state_dtype(model, config.cache.mamba_ssm_cache_dtype)
     model = fit_devices(model, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel)
     is_here = download or files.hub_id is None
     if not model.embedding.tied or files.path is None or config.model.load_format == "dummy" or not is_here:
         return model
     return untie_head(model, files.find_weights())
+
+
+def _set_state_dtype(model: DecoderConfig, dtype: str) -> DecoderConfig:
+    """Returns the model's config with recurrent states of the dtype that the option names."""
+    from jaxserve.core.layers.gated_delta import GatedDeltaConfig
+
+    if dtype == "auto":
+        return model
+    if not model.states:
+        message = f"{model.family} keeps no recurrent state; leave it out"
+        raise ConfigError(message, field="mamba_ssm_cache_dtype", value=dtype)
+    layers = (
+        dataclasses.replace(kind, mixer=dataclasses.replace(kind.mixer, state_dtype=dtype))
+        if isinstance(kind.mixer, GatedDeltaConfig)
+        else kind
+        for kind in model.layers
+    )
+    return dataclasses.replace(model, layers=tuple(layers))
 
 
 def _choose_length(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> int:

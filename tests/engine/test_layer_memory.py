@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import EngineConfig
+from jaxserve.core.runtime.memory import DeviceUse, cache_budget, refuse_shortage
 from jaxserve.core.runtime.startup import estimate_use
-from jaxserve.errors import ConfigError, InvalidRequestError, NonFiniteLogitsError
+from jaxserve.errors import CapacityError, ConfigError, InvalidRequestError, NonFiniteLogitsError
 from jaxserve.families.registry import FAMILIES, parse_config
 from jaxserve.features.choose import make_shapes
 from jaxserve.request import RequestOutput
@@ -120,7 +122,25 @@ def test_the_plan_counts_the_state_of_each_row(monkeypatch: pytest.MonkeyPatch, 
     plain, hybrid = (
         make_toy(monkeypatch, tmp_path, kinds).ready.shapes for kinds in (("attention",), ("attention", "recurrence"))
     )
-    assert estimate_use(hybrid).state - estimate_use(plain).state == 4 * 4 * (HIDDEN + 1)
+    use = estimate_use(hybrid)
+    assert (use.recurrent, use.rows, estimate_use(plain).recurrent) == (4 * 4 * (HIDDEN + 1), 4, 0)
+    assert use.total - estimate_use(plain).total >= use.recurrent
+
+
+@pytest.mark.parametrize("rows", [100, 4000])
+def test_as_many_rows_as_an_error_says_fit(rows: int) -> None:
+    use = DeviceUse(50, 0, 0, 0, 0, 0, recurrent=10 * rows, rows=rows, sequence=30)
+    for limit in (95, 480):
+        fit = (limit - 80) // 10
+        with pytest.raises(CapacityError, match=rf"of {rows} rows take .*: max_num_seqs={fit} would fit$"):
+            cache_budget(limit, 1.0, use)
+        assert cache_budget(limit, 1.0, replace(use, recurrent=10 * fit, rows=fit)) >= 30
+        with pytest.raises(CapacityError):
+            cache_budget(limit, 1.0, replace(use, recurrent=10 * (fit + 1), rows=fit + 1))
+        with pytest.raises(CapacityError, match=rf"^max_num_seqs: .*: max_num_seqs={fit} would fit$"):
+            refuse_shortage(limit, {"model": 50, "max_num_seqs": 10 * rows, "kv_cache_memory_bytes": 30}, use)
+    with pytest.raises(CapacityError, match="no max_num_seqs would fit"):
+        cache_budget(80, 1.0, use)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -191,6 +211,10 @@ def test_an_embedding_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyP
             "keeps a recurrent state",
         ),
         (HYBRID, {"kv_offloading_size": 0.01}, "kv_offloading_size", "keeps a recurrent state"),
+        (HYBRID, {"enable_prefix_caching": True}, "enable_prefix_caching", "keeps a recurrent state"),
+        (HYBRID, {"deterministic": True}, "deterministic", "keeps a recurrent state"),
+        (ENCODER, {"enable_prefix_caching": True}, "enable_prefix_caching", "computes each text whole"),
+        (("attention",), {"mamba_ssm_cache_dtype": "bfloat16"}, "mamba_ssm_cache_dtype", "no recurrent state"),
         (ENCODER, {"kv_offloading_size": 0.01}, "kv_offloading_size", "computes each text whole"),
         (ENCODER, {"max_decode_steps": 4}, "max_decode_steps", "leave it out"),
         (ENCODER, {"deterministic": True}, "deterministic", "leave it out"),

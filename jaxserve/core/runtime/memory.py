@@ -40,13 +40,24 @@ class DeviceUse:
     params: int
     temporaries: int  # the largest of any program
     code: int  # all programs
-    state: int  # rows with their recurrent states, and two steps' inputs and outputs
+    state: int  # rows, and two steps' inputs and outputs
     buffers: int  # of features, beside their state
     reserve: int  # for modules and command buffers, which appear at first execution
+    recurrent: int = 0  # recurrent states of all rows
+    rows: int = 0  # that have them; no bytes
+    sequence: int = 0  # pages of a sequence of `max_model_len` tokens, the least that pools may hold; not in use yet
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self))
+        return sum(getattr(self, f.name) for f in fields(self) if f.name not in ("rows", "sequence"))
+
+    def advise_rows(self, missing: int) -> str:
+        """Returns in words what recurrent states take, and with how many rows `missing` bytes would be there."""
+        each = self.recurrent // self.rows
+        fit = self.rows - -(-missing // each)
+        fits = f"max_num_seqs={fit} would fit" if fit > 0 else "no max_num_seqs would fit"
+        taken = f"recurrent states of {self.rows} rows take {format_bytes(self.recurrent)}, {format_bytes(each)} each"
+        return f"{taken}: {fits}"
 
 
 @dataclass(frozen=True)
@@ -149,11 +160,7 @@ def plan_cache(
     Raises:
         CapacityError: no sequence of `config.max_model_len` tokens fits; says which length would.
     """
-    size, pairs = specs[0].page_size, list(zip(config.kv_groups, specs, strict=True))
-    needs = [_pages_of_sequence(group, config.max_model_len, size, max_chunk) for group in config.kv_groups]
-    page_costs = [group.num_owners * page_bytes(spec) // num_devices for group, spec in pairs]
-    for pages in attached:
-        page_costs = [cost + pages.page_bytes(group) // num_devices for group, cost in enumerate(page_costs)]
+    needs, page_costs = _count_needs(config, specs, max_chunk, num_devices, attached)
     sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
     if num_pages is not None:
         counts = list(num_pages)
@@ -173,6 +180,35 @@ def plan_cache(
     layout = _lay_out(specs, counts, config.layer_groups, config.page_owners)
     layout = _place_states(layout, config.memories) if config.states else layout
     return CachePlan(tuple(specs), tuple(counts), layout, num_devices, attached)
+
+
+def sequence_bytes(
+    config: DecoderConfig,
+    *,
+    specs: Sequence[KVSpec],
+    max_chunk: int,
+    num_devices: int,
+    attached: tuple[AttachedPages, ...] = (),
+) -> int:
+    """Returns the bytes on each device of pools that hold one sequence; arguments as for `plan_cache`."""
+    pairs = zip(*_count_needs(config, specs, max_chunk, num_devices, attached), strict=True)
+    return sum((need + 1) * cost for need, cost in pairs)  # with a null page per group
+
+
+def _count_needs(
+    config: DecoderConfig,
+    specs: Sequence[KVSpec],
+    max_chunk: int,
+    num_devices: int,
+    attached: tuple[AttachedPages, ...],
+) -> tuple[list[int], list[int]]:
+    """Returns, for each KV group, the pages of one sequence, and the bytes of a page on each device."""
+    size, pairs = specs[0].page_size, zip(config.kv_groups, specs, strict=True)
+    needs = [_pages_of_sequence(group, config.max_model_len, size, max_chunk) for group in config.kv_groups]
+    costs = [group.num_owners * page_bytes(spec) // num_devices for group, spec in pairs]
+    for pages in attached:
+        costs = [cost + pages.page_bytes(group) // num_devices for group, cost in enumerate(costs)]
+    return needs, costs
 
 
 def _lay_out(
@@ -229,6 +265,9 @@ def cache_budget(limit: int | None, share: float, use: DeviceUse | None) -> int:
     if use is None:
         raise ValueError("use: an accelerator's plan needs the compiled programs' own figures")
     budget = int(limit * share) - use.total
+    if use.recurrent and budget < use.sequence:
+        message = f"does not fit {share:g} of {limit / GIB:.2f} GiB with the KV pages of one sequence: "
+        raise CapacityError(message + use.advise_rows(use.sequence - budget), field="max_num_seqs", value=use.rows)
     if budget <= 0:
         message = (
             f"{share:g} of {limit / GIB:.2f} GiB leaves nothing for KV: parameters take {use.params / GIB:.2f} GiB "
@@ -239,14 +278,20 @@ def cache_budget(limit: int | None, share: float, use: DeviceUse | None) -> int:
     return budget
 
 
-def refuse_shortage(limit: int, parts: Mapping[str, int]) -> None:
-    """Raises CapacityError, with the largest as its field, if `parts` (option -> bytes) exceed `limit` together."""
+def refuse_shortage(limit: int, parts: Mapping[str, int], use: DeviceUse | None = None) -> None:
+    """Raises CapacityError, with the largest as its field, if `parts` (option -> bytes) exceed `limit` together.
+
+    `use` is that of one device, or of all if they share the limit; it says what recurrent states take.
+    """
     total = sum(parts.values())
     if total > limit:
         field = max(parts, key=lambda name: parts[name])
+        remedy = _REMEDIES[field]
+        if field == "max_num_seqs" and use is not None and use.recurrent:
+            remedy = use.advise_rows(total - limit)
         shares = ", ".join(f"{format_bytes(size)} for {name}" for name, size in parts.items() if size)
         message = f"{format_bytes(total)} are needed ({shares}) and there are {format_bytes(limit)}"
-        raise CapacityError(f"{message}; {_REMEDIES[field]}", field=field, value=parts[field])
+        raise CapacityError(f"{message}; {remedy}", field=field, value=parts[field])
 
 
 def params_bytes(specs: Any, num_devices: int, platform: str = "cpu") -> int:

@@ -26,24 +26,31 @@ def restrict_options(config: EngineConfig, model: DecoderConfig, platform: str) 
         raise ConfigError(message, field="model")
     if model.reads_whole:
         config = _make_room(config, model, platform)
-    config = config.resolve(platform)
-    if model.shares_prefixes and model.generates:
-        return config
+    if not (model.shares_prefixes and model.generates):
+        config = _refuse_options(config, model)
+    return config.resolve(platform)
+
+
+def _refuse_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
+    """Returns the options of a model that cannot have some of them, without a prefix cache if it shares no prefixes."""
     reason = "makes embeddings only"
     given: list[tuple[str, object, object]] = [("speculative_config", config.speculation.speculative_config, None)]
     if not model.shares_prefixes:
         reason = "computes each text whole, in one step" if model.reads_whole else "keeps a recurrent state"
         given.append(("kv_offloading_size", config.cache.kv_offloading_size, None))
+        given.append(("enable_prefix_caching", config.cache.enable_prefix_caching or False, False))
     if not model.generates:
         given.append(("max_decode_steps", config.scheduler.max_decode_steps, 1))
+    if model.states:
+        given.append(("nnodes", config.nodes.nnodes or 1, 1))
+    if model.states or not model.generates:
         given.append(("deterministic", config.scheduler.deterministic, False))
     for field, value, unset in given:
         if value != unset:
             raise ConfigError(f"is not for {model.family}, which {reason}; leave it out", field=field, value=value)
     if model.shares_prefixes:
         return config
-    if config.cache.enable_prefix_caching:
-        _log.info("prefix caching is off: %s %s", model.family, reason)
+    _log.info("prefix caching is off: %s %s", model.family, reason)
     return replace(config, cache=replace(config.cache, enable_prefix_caching=False))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,7 @@ from jaxserve.core.runtime.memory import (
     params_bytes,
     plan_cache,
     refuse_shortage,
+    sequence_bytes,
 )
 from jaxserve.core.runtime.nodes import ONE_NODE, Nodes
 from jaxserve.core.runtime.params import WeightWriter
@@ -157,7 +159,6 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     sampler = sampler_state_specs(1, shapes.model.vocab_size)
     line = _count_bytes(sampler)
     kept = _count_bytes((describe_rows(shapes, None), [each.state_specs(shapes) for each in shapes.features]))
-    kept += _count_state_bytes(shapes)
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     size = jnp.dtype(shapes.model.dtype).itemsize
     lines = max(shapes.buckets.largest.rows, *(rows * width for rows, width in shapes.buckets.verify_sizes), 0)
@@ -172,6 +173,15 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
         state=state.rows * line + kept + 2 * (packed + selected),
         buffers=sum(each.buffer_bytes(shapes) for each in shapes.features),
         reserve=_RESERVE,
+        recurrent=_count_state_bytes(shapes),
+        rows=state.padding_row,
+        sequence=sequence_bytes(
+            shapes.model,
+            specs=shapes.specs,
+            max_chunk=shapes.limits.max_num_batched_tokens,
+            num_devices=shapes.num_devices,
+            attached=shapes.attached_pages,
+        ),
     )
 
 
@@ -206,9 +216,9 @@ def require_room(shapes: Shapes, limit: int | None) -> None:
     if limit is None:
         limit, count = host_memory_bytes(), shapes.num_devices
     of_pools = "kv_cache_memory_bytes" if cache.num_kv_pages_override is None else "num_kv_pages_override"
-    parts = {"model": use.params, "max_num_seqs": use.state, of_pools: pools}
+    parts = {"model": use.params, "max_num_seqs": use.state + use.recurrent, of_pools: pools}
     parts = {name: count * size for name, size in parts.items()}
-    refuse_shortage(limit, parts)
+    refuse_shortage(limit, parts, replace(use, recurrent=count * use.recurrent))
     for feature in shapes.features:
         feature.require_room(shapes, sum(parts.values()) if on_host else 0)
 

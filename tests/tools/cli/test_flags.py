@@ -92,7 +92,7 @@ def test_help_says_defaults_and_other_names(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "reuse the KV of equal prompt beginnings (default: on)" in shown
+    assert "plan and dispatch the next step while one runs (default: on)" in shown
     assert "work on token ids only (default: off)" in shown
     assert "(default: 0.9; also --gpu-memory-utilization)" in shown and "also --tp, -tp" in shown
     assert "--gpu-memory-utilization FLOAT" not in shown, "an alias has no paragraph of its own"
