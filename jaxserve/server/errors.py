@@ -44,6 +44,8 @@ _MESSAGES_TYPES = {  # Anthropic's names
     503: "overloaded_error",
     504: "timeout_error",
 }
+# Anthropic's clients go on without a thread when they see this, and send the whole conversation.
+_UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -88,7 +90,8 @@ class ApiError(Exception):
         if self.code == "context_length_exceeded":
             message = f"prompt is too long: {message}"  # clients of this protocol look for these words
         kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        details = {"details": _UNTHREADED} if self.param == "thread" else {}
+        return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
     def to_response(self, path: str = "") -> JSONResponse:
         """Returns the HTTP response in the form of the requested path."""

@@ -18,7 +18,8 @@ _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 _ASSISTANT_FIELDS = (*_FIELDS, "reasoning_content", "reasoning", "tool_calls")
 _TOOL_FIELDS = (*_FIELDS, "tool_call_id")
 _EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # clients send these back; templates ignore them
-_REPEATED = "provider_specific_fields"
+_REPEATED = "provider_specific_fields"  # in which LiteLLM has other fields once more
+_PARSED, _PARSED_ARGUMENTS = "parsed", "parsed_arguments"  # what OpenAI's client for Python read in the text beside it
 _CALL_FIELDS = ("id", "type", "function", "index")  # `index` is left over from streamed deltas
 
 
@@ -98,7 +99,7 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     if role in ("assistant", "tool", "function", "ipython"):
         known = _ASSISTANT_FIELDS if role == "assistant" else _TOOL_FIELDS
     for key, value in message.items():
-        if key not in known and not (key in (*_ASSISTANT_FIELDS, *_EMPTY_FIELDS) and value in (None, [])):
+        if key not in known and not (key in (*_ASSISTANT_FIELDS, *_EMPTY_FIELDS, _PARSED) and value in (None, [])):
             message_text = f"{shorten(key)} is not supported in a message of {role}; {', '.join(known)} are"
             raise InvalidRequestError(message_text, field=field, value=key)
     texts = {key: require_text(message[key], f"{field}.{key}") for key in _TEXT_FIELDS if message.get(key) is not None}
@@ -113,15 +114,14 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     return {**checked, "tool_calls": calls} if calls else checked
 
 
-def _drop_repeated(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the message without the field in which LiteLLM repeats others, unless that says anything else."""
-    others = {key: value for key, value in message.items() if key != _REPEATED}
-    repeated = message.get(_REPEATED)
-    reasoning = others.get("reasoning", others.get("reasoning_content"))
-    said = {**others, "reasoning": reasoning, "reasoning_content": reasoning}
+def _drop_repeated(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message without the fields in which clients repeat others of it."""
+    repeated, dropped = message.get(_REPEATED), [_PARSED] if message.get("content") is not None else []
+    reasoning = message.get("reasoning", message.get("reasoning_content"))
+    said = {**message, "reasoning": reasoning, "reasoning_content": reasoning}
     if isinstance(repeated, Mapping) and all(value in (None, said.get(key)) for key, value in repeated.items()):
-        return others
-    return message
+        dropped.append(_REPEATED)
+    return {key: value for key, value in message.items() if key not in dropped}
 
 
 def _join_content(content: Any, field: str) -> str:
@@ -156,7 +156,7 @@ def _check_call(call: Any, field: str) -> dict[str, Any]:
         (call["function"], ("name", "arguments"), f"{field}.function"),
     ):
         for key in values:
-            if key not in known:
+            if key not in known and not (key == _PARSED_ARGUMENTS and "arguments" in values):
                 message = f"{shorten(key)} is not supported; {', '.join(known)} are"
                 raise InvalidRequestError(message, field=where, value=key)
     if call.get("type", "function") != "function":

@@ -26,11 +26,19 @@ def check_error(answer: httpx.Response, status: int, kind: str) -> str:
     assert answer.status_code == status, answer.text
     body = answer.json()
     assert set(body) == {"type", "error"} and body["type"] == "error", answer.text
-    assert set(body["error"]) == {"type", "message"} and body["error"]["type"] == kind, answer.text
+    assert set(body["error"]) - {"details"} == {"type", "message"} and body["error"]["type"] == kind, answer.text
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
     sentence: str = body["error"]["message"]
     assert 10 < len(sentence) <= 600
     return sentence
+
+
+def test_clients_are_told_to_go_on_without_a_thread(http: httpx.Client) -> None:
+    answer = http.post(PATH, json={**GOOD, "thread": {"type": "create"}})
+    assert check_error(answer, 400, "invalid_request_error").startswith("thread: is not supported; nothing is stored")
+    details = answer.json()["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "details" not in http.post(PATH, json={**GOOD, "speed": "fast"}).json()["error"]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -98,7 +98,7 @@ def test_reasoning_comes_back_in_any_of_its_fields(item: dict[str, Any]) -> None
 def test_names_and_arguments_are_those_that_the_model_is_shown() -> None:
     reader = InputReader()
     custom = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** {", "id": "ctc_1"}
-    cut = {**call("d"), "arguments": '{"a": 1'}
+    cut = {**call("d"), "arguments": '{"a": 1', "parsed_arguments": {"a": 1}}  # as OpenAI's client for Node sends it
     results = [tell("c", kind="custom_tool_call_output"), tell("b"), tell("d")]
     reader.read([USER, call("b", "f", namespace="n"), custom, cut, *results])  # type: ignore[list-item]
     calls = reader.messages[1]["tool_calls"]

@@ -194,6 +194,7 @@ def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{"role": "assistant", "content": "a", "provider_specific_fields": {"signature": "x"}}], "messages[0]"),
         ([{"role": "assistant", "content": "a", "provider_specific_fields": {"reasoning": "x"}}], "messages[0]"),
         ([{"role": "assistant", "content": "a", "provider_specific_fields": "a"}], "messages[0]"),
+        ([{"role": "assistant", "parsed": {"a": 1}, "reasoning": "x"}], "messages[0]"),
         ([{"role": "user", "content": "a", "provider_specific_fields": {}}], "messages[0]"),
         ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
         ([{"role": "assistant", "content": "a", "reasoning": 5}], "messages[0].reasoning"),
@@ -253,9 +254,11 @@ def test_calls_reach_the_template_as_objects() -> None:
     messages = [
         {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "function_call": None,
          "tool_calls": [call('{"b": [1, null], "a": "é"}', index=0)], "reasoning": "hm",
-         "provider_specific_fields": {"reasoning": "hm", "refusal": None}},  # LiteLLM repeats others there
+         "provider_specific_fields": {"reasoning": "hm", "refusal": None}, "parsed": None},  # LiteLLM repeats others
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}], "name": "f"},
         {"role": "assistant", "content": "done", "tool_calls": None, "reasoning_content": "r", "reasoning": "s"},
+        {"role": "assistant", "content": "[1]", "parsed": [1], "tool_calls": [
+            {"function": {"name": "g", "arguments": "{}", "parsed_arguments": {"a": 1}}}]},  # by OpenAI's client
         {"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": {"x": 1.5}}},
                                              call(""), call(None)]},
     ]  # fmt: skip
@@ -264,6 +267,8 @@ def test_calls_reach_the_template_as_objects() -> None:
          "tool_calls": [call({"b": [1, None], "a": "é"})]},
         {"role": "tool", "tool_call_id": "call_1", "content": "5", "name": "f"},
         {"role": "assistant", "content": "done", "reasoning_content": "r"},
+        {"role": "assistant", "content": "[1]",
+         "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {}}}]},
         {"role": "assistant", "content": "",
          "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {"x": 1.5}}},
                         call({}), call({})]},

@@ -82,6 +82,7 @@ class CountTokensRequest(SamplingFields):
     inference_geo: str | None = None
     mcp_servers: Any = None
     speed: str | None = None
+    thread: Any = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
     refused: ClassVar[dict[str, str]] = {
@@ -90,6 +91,7 @@ class CountTokensRequest(SamplingFields):
         "inference_geo": "the model runs where this server runs",
         "mcp_servers": "the server opens no address; send the tools",
         "speed": "send service_tier",
+        "thread": "nothing is stored here; send the whole conversation",
         "user_profile_id": "send metadata.user_id",
         "workspace_id": "an API key says whose a request is",
         "n": "send the request several times",
@@ -142,6 +144,7 @@ class MessageTokens(BaseModel):
 class MessagesErrorDetail(BaseModel):
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class MessagesErrorBody(BaseModel):

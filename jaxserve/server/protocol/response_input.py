@@ -22,6 +22,7 @@ _FIELDS = {  # of input items, which may be the output items of an earlier answe
     "custom_tool_call": ("type", "call_id", "name", "namespace", "input", "id", "status"),
     "custom_tool_call_output": ("type", "call_id", "output", "id", "status"),
 }
+_REPEATED = {"function_call": "parsed_arguments"}  # what OpenAI's client for Node read in `arguments`
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"caller": ({"type": "direct"},), "async": (False,)}
 
 
@@ -85,7 +86,8 @@ class InputReader:
             message = f"{shorten(kind)} is not supported; {instead}"
             raise InvalidRequestError(message, field=f"{name}.type", value=kind)
         for key, value in item.items():
-            if key not in _FIELDS[kind] and not is_harmless(value, _NEUTRAL.get(key, ())):
+            known = key in _FIELDS[kind] or key == _REPEATED.get(kind)
+            if not known and not is_harmless(value, _NEUTRAL.get(key, ())):
                 message = f"{shorten(key)} is not supported in an item of type {kind}; {', '.join(_FIELDS[kind])} are"
                 raise InvalidRequestError(message, field=name, value=key)
         match kind:
