@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.agents.running import run_script
-from tests.agents.scenario import SCRIPT
+from tests.scripted.running import run_script
+from tests.scripted.scenario import SCRIPT
 from tests.server.conftest import SMALL
 from tests.server.running import RunningServer, run_server
 

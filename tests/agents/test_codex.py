@@ -6,8 +6,9 @@ import json
 import subprocess
 from pathlib import Path
 
-from tests.agents.running import NODE, call, make_environment, require_cached, run_script
+from tests.agents.running import NODE, make_environment, require_cached
 from tests.node_packages import install_packages
+from tests.scripted.running import call, run_script
 
 TASK = "Mend the greeting in greeting.txt."
 PATCH = """apply_patch <<'EOF'

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tests.agents import scenario
+from tests.scripted import scenario
 from tests.server.running import RunningServer
 
 agents = pytest.importorskip("langchain.agents", reason="langchain is in the environment of make test-agents")

@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.agents import scenario
+from tests.scripted import scenario
 from tests.server.running import RunningServer
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # it would fetch prices
 litellm = pytest.importorskip("litellm", reason="it is in the environment of make test-agents")
-CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
-NONE: dict[str, Any] = {"type": "object", "properties": {}}
-FUNCTIONS = [
-    {"name": name, "description": name, "parameters": {**schema, "additionalProperties": False}}
-    for name, schema in (("get_weather", CITY), ("get_time", NONE))
-]
-TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 chats = pytest.mark.parametrize("provider", ["hosted_vllm", "openai", "anthropic"])
 
 
@@ -36,7 +29,7 @@ def ask(server: RunningServer, provider: str, messages: Any, **options: Any) -> 
 @chats
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_two_tools_to_the_end(scripted: RunningServer, provider: str, is_streamed: bool) -> None:
-    options = {"tools": TOOLS, "stream": is_streamed}
+    options = {"tools": scenario.TOOLS, "stream": is_streamed}
     if is_streamed:
         options["stream_options"] = {"include_usage": True}
     messages: list[Any] = [{"role": "user", "content": scenario.ASK}]
@@ -60,7 +53,7 @@ def test_two_tools_to_the_end(scripted: RunningServer, provider: str, is_streame
 def test_forced_calls_of_the_demo_model(demo: RunningServer, provider: str, is_streamed: bool) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     for choice, name in (("required", None), (named, "get_weather")):
-        options = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0}
+        options = {"tools": scenario.TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0}
         messages = [{"role": "user", "content": "Paris?"}]
         answer = ask(demo, provider, messages, stream=is_streamed, **options)
         (call,) = answer.choices[0].message.tool_calls
@@ -95,7 +88,7 @@ def test_responses(scripted: RunningServer, is_streamed: bool) -> None:
             input=items,
             api_base=f"{scripted.url}/v1",
             api_key="none",
-            tools=[{"type": "function", **function} for function in FUNCTIONS],
+            tools=[{"type": "function", **function} for function in scenario.FUNCTIONS],
             stream=is_streamed,
         )
         return list(answer)[-1].response if is_streamed else answer

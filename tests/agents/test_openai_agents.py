@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents import scenario
+from tests.scripted import scenario
 from tests.server.running import RunningServer
 
 agents = pytest.importorskip("agents", reason="openai-agents is in the environment of make test-agents")

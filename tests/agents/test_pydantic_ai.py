@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tests.agents import scenario
+from tests.scripted import scenario
 from tests.server.running import RunningServer
 
 pydantic_ai = pytest.importorskip("pydantic_ai", reason="it is in the environment of make test-agents")
@@ -63,7 +63,7 @@ def test_two_tools_to_the_end(scripted: RunningServer, api: str, is_streamed: bo
 
 
 def test_forms_of_the_demo_model(demo: RunningServer, api: str) -> None:
-    """As a forced tool, and as the form of an answer, which the library asks only of models of Messages that it knows."""
+    """As a forced tool, and as the form of an answer, which of models of Messages only known ones are asked for."""
     for form in (pydantic_ai.ToolOutput, *([pydantic_ai.NativeOutput] if api != "messages" else ())):
         agent = make_agent(demo, api, output_type=form(Weather))
         settings = {"temperature": 0, "parallel_tool_calls": False} if form is pydantic_ai.ToolOutput else {}

@@ -1,27 +1,41 @@
-"""What every library of agents goes through: a question with two tools, a list that is cut, and an endless count."""
+"""What clients of agents go through: a question with two tools, a list that is cut, and an endless count."""
 
 from __future__ import annotations
 
+import json
 import time
-from typing import Literal
+from typing import Any, Literal
 
-from tests.agents.running import call
+from tests.scripted.running import call
 from tests.server.running import RunningServer
 
 City = Literal["Paris", "Rome"]
 ASK = "What is the weather in Paris, and the time?"
 REASONING = "I look both up."
 ANSWER = "It is 12 degrees at noon."
+CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", {"city": "Paris"}), ("get_time", {})]
 RESULTS = {"get_weather": "12 degrees", "get_time": "noon"}
+_CITY: dict[str, Any] = {"properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+FUNCTIONS: list[dict[str, Any]] = [
+    {"name": name, "description": name, "parameters": {"type": "object", **schema, "additionalProperties": False}}
+    for name, schema in (("get_weather", _CITY), ("get_time", {"properties": {}}))
+]
+TOOLS: list[Any] = [{"type": "function", "function": function} for function in FUNCTIONS]  # as chats have them
 LIST, RIVERS, STOP = "List some rivers.", "Seine, Rhine, Danube, Po.", "Danube"
 CUT = RIVERS.partition(STOP)[0].rstrip(", ")
 COUNT = "Count without an end."
 SCRIPT = (
-    (ASK, f"<think>{REASONING}</think>\n" + call("get_weather", city="Paris") + "\n" + call("get_time")),
+    (ASK, f"<think>{REASONING}</think>\n" + "\n".join(call(name, **given) for name, given in CALLS)),
     *[(result, f"<think>Both are known.</think>{ANSWER}") for result in RESULTS.values()],
     (LIST, RIVERS),
     (COUNT, "one " * 20_000),
 )
+
+
+def describe() -> str:
+    """Returns all that suites for Node need, as one JSON text."""
+    names = ("ASK", "REASONING", "ANSWER", "CALLS", "RESULTS", "FUNCTIONS", "LIST", "STOP", "CUT", "COUNT")
+    return json.dumps({name.lower(): globals()[name] for name in names})
 
 
 def get_weather(city: City) -> str:

@@ -24,7 +24,7 @@ from jaxserve.tokenizers import load_tokenizer
 from jaxserve.tools import cli
 from tests.fake_device import FakeDevice, FakeStep
 
-Script = Sequence[tuple[str, str]]
+type Script = Sequence[tuple[str, str]]  # cues and answers
 NOTHING = "There is nothing to do."  # the answer to a prompt without any cue
 
 
