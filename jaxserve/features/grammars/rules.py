@@ -34,7 +34,12 @@ def write_rule(params: StructuredOutputsParams, name: str) -> str:
 
 def list_texts(params: StructuredOutputsParams) -> str:
     """Returns the texts of a choice as alternatives."""
-    return " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice or ())
+    return " | ".join(map(quote, params.choice or ()))
+
+
+def quote(text: str) -> str:
+    """Returns a text as a literal of Lark, which takes JSON's but for the character U+007F."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def write_regex(regex: str) -> str:

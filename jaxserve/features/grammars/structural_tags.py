@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
-from jaxserve.features.grammars.rules import write_regex, write_rule
+from jaxserve.features.grammars.rules import quote, write_regex, write_rule
 from jaxserve.structural_parts import (
     AnyText,
     Choice,
@@ -126,13 +125,13 @@ class _Writer:
         """
         cut = self._cut(end)
         if cut.token is None:
-            terminal = self._add_terminal(f"{self._exclude(excludes, '*')} {_quote(cut.before)}")
+            terminal = self._add_terminal(f"{self._exclude(excludes, '*')} {quote(cut.before)}")
             return self._add_rule(terminal, "[lazy]")
         cuts = map(self._cut, others)
         avoided = (*excludes, *(other.before for other in cuts if other.token is None))
         behind = f"<[{cut.token}]> {self._write_mark(Text(cut.behind))}"
         if cut.before:
-            return f"{self._add_terminal(f'{self._exclude(avoided, "*")} {_quote(cut.before)}')} {behind}"
+            return f"{self._add_terminal(f'{self._exclude(avoided, "*")} {quote(cut.before)}')} {behind}"
         return f"{self._add_terminal(self._exclude(avoided, '+'))}? {behind}"
 
     def _write_regex(self, pattern: str, end: Mark) -> str:
@@ -140,7 +139,7 @@ class _Writer:
         cut = self._cut(end)
         if cut.token is not None:
             return f"{self._add_form('regex', pattern)} {self._write_mark(end)}"
-        return self._add_rule(self._add_terminal(f"{write_regex(pattern)} {_quote(cut.before)}"), "[lazy]")
+        return self._add_rule(self._add_terminal(f"{write_regex(pattern)} {quote(cut.before)}"), "[lazy]")
 
     def _exclude(self, texts: Sequence[str], repeat: str) -> str:
         """Returns the terminal of any text in which none of these occurs."""
@@ -148,7 +147,7 @@ class _Writer:
         if not texts:
             return free
         if key not in self._any_of:
-            self._any_of[key] = self._add_terminal(f"/(?s:.*)/ {_join(map(_quote, texts))} /(?s:.*)/")
+            self._any_of[key] = self._add_terminal(f"/(?s:.*)/ {_join(map(quote, texts))} /(?s:.*)/")
         return self._add_terminal(f"{free} & ~{self._any_of[key]}")
 
     def _write_ends(self, ends: Sequence[Mark]) -> str:
@@ -158,9 +157,9 @@ class _Writer:
         """Returns a mark as terms: special tokens, and the text between them."""
         terms, cut = [], self._cut(mark)
         while cut.token is not None:
-            terms += [*([_quote(cut.before)] if cut.before else ()), f"<[{cut.token}]>"]
+            terms += [*([quote(cut.before)] if cut.before else ()), f"<[{cut.token}]>"]
             cut = self._cut(Text(cut.behind))
-        return " ".join((*terms, _quote(cut.before)) if cut.before else terms)
+        return " ".join((*terms, quote(cut.before)) if cut.before else terms)
 
     def _cut(self, mark: Mark) -> _Cut:
         known = self._tokenizer.special_tokens
@@ -202,10 +201,6 @@ def _drop(begin: Mark, trigger: str) -> Text:
 
 def _join(terms: Iterable[str]) -> str:
     return f"({' | '.join(terms)})"
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _refuse(message: str) -> InvalidRequestError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.features.grammars.rules import quote
 from jaxserve.server.tools.xml_calls import XmlMarks, list_types
 
 _ROOT = frozenset(
@@ -44,14 +45,14 @@ def write_arguments(
     for key, value in properties.items():
         if any(character in key for character in "<>\n"):
             raise InvalidRequestError(f"{shorten(key)} cannot be written in this model's format", field=field)
-        term = f"{mark(marks.key)} {_quote(key)} {_open_value(marks, mark)} "
+        term = f"{mark(marks.key)} {quote(key)} {_open_value(marks, mark)} "
         term += f'{_write_value(schema, key, value, definitions, field, marks, mark, text)} "\\n"'
         terms.append(f"{term} " if key in required else f"({term})? ")
     return "".join(terms)
 
 
 def _open_value(marks: XmlMarks, mark: Callable[[str], str]) -> str:
-    gap = _quote(marks.gap) if marks.gap else ""
+    gap = quote(marks.gap) if marks.gap else ""
     return f"{mark(marks.key_end)} {gap} {mark(marks.value) if marks.value else ''}"
 
 
@@ -66,12 +67,12 @@ def _write_value(
     text: str,
 ) -> str:
     types = list_types(schema, key)
-    end = f"{_quote(chr(10)) if marks.has_lines else ''} {mark(marks.value_end)}"
+    end = f"{quote(chr(10)) if marks.has_lines else ''} {mark(marks.value_end)}"
     if types and "string" not in types:
         return f"%json {json.dumps({**value, **definitions})} {end}"
     texts = value.get("enum", [value["const"]] if "const" in value else None) if isinstance(value, Mapping) else None
     if types == {"string"} and texts and all(isinstance(each, str) and each.strip() == each for each in texts):
-        return f"({' | '.join(map(_quote, texts))}) {end}" if "" not in texts else f"({_join(texts)})? {end}"
+        return f"({' | '.join(map(quote, texts))}) {end}" if "" not in texts else f"({_join(texts)})? {end}"
     options = [value, *(value.get("anyOf") or value.get("oneOf") or ())] if isinstance(value, Mapping) else []
     if "string" not in types or any(each.keys() - _NOTES for each in options):
         message = f"{shorten(key)}: only a plain type, or an enum of texts, is enforced in this model's format of calls"
@@ -80,8 +81,4 @@ def _write_value(
 
 
 def _join(texts: list[str]) -> str:
-    return " | ".join(_quote(text) for text in texts if text)
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return " | ".join(quote(text) for text in texts if text)

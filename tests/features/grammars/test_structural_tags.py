@@ -127,10 +127,10 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
             "elements": [
                 {"type": "grammar", "grammar": 'root ::= "yes" | "no"'},
                 {"type": "grammar", "grammar": "start: X\nX: /[0-9]/"},
-                const('a "quoted"\n/text\\'),
+                const('a "quoted"\n/text\\\x7f\u2028'),
             ],
         },
-        ["yes", "4", 'a "quoted"\n/text\\'],
+        ["yes", "4", 'a "quoted"\n/text\\\x7f\u2028'],
         ["", "x", "yes4"],
     ),
     "any JSON": ({"type": "json_schema", "json_schema": True}, ["[1]", "null"], ["", "a"]),

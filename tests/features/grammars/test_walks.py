@@ -45,7 +45,7 @@ CHOICES = [
     ['"quoted"', "back\\slash", "new\nline", "/slash/", "tab\t"],
     ["日本", "日", "😀", "é"],
     ["<|end|>", "</s>", "start: x", "{}", "A | B"],
-    [" leading", "trailing ", " "],
+    [" leading", "trailing ", " ", "\x7f"],
     [f"number {n}" for n in range(1500)],
 ]
 GRAMMARS = {

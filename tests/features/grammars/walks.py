@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,9 +61,12 @@ def wander(matcher: Matcher, rng: np.random.Generator, texts: Sequence[Sequence[
     vocabulary = matcher.vocabulary
     ends = set(vocabulary.eos_token_ids)
     ids: list[int] = []
+    in_turn = itertools.cycle(texts)
     while len(ids) < MAX_TOKENS:
         hurry = len(ids) > HASTE
-        wanted = texts[int(rng.integers(len(texts)))] if rng.random() < (0.6 if hurry else 0.2) else None
+        wanted = None
+        if rng.random() < (0.6 if hurry else 0.2):  # in turn, as one of them may be all that ends a text
+            wanted = next(in_turn) if hurry else texts[int(rng.integers(len(texts)))]
         allowed = list_allowed(matcher)
         assert allowed, f"a dead end after {ids}"
         if hurry and ends & set(allowed):
