@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from jaxserve.server.tools.call_readers import CallReader, NamedCallReader
+from jaxserve.server.tools.literal_calls import LiteralCallReader
+from jaxserve.server.tools.literals import FUNCTIONGEMMA, GEMMA4, PYTHON, LiteralNotation
 from jaxserve.server.tools.marked_calls import DEEPSEEK, KIMI, NAME, WORD, CallMarks, MarkedCallReader
 from jaxserve.server.tools.parser_parts import make_call_id, make_short_call_id
 from jaxserve.server.tools.reasoning import COHERE_ANSWER
@@ -125,6 +127,24 @@ def _mark_calls(marks: CallMarks, *steps: str) -> CallFormat:
     )
 
 
+def _write_literals(notation: LiteralNotation, begin: str, end: str) -> CallFormat:
+    return CallFormat(
+        opener=begin,
+        leads={"open": {"call:": MARKED}, "after": {end: TEXT, begin: "open"}},
+        marked=partial(LiteralCallReader, notation),
+    )
+
+
+OLMO3 = CallFormat(
+    opener="<function_calls>",
+    leads={"open": {"": NAMED}, "after": {"</function_calls>": TEXT, "": NAMED}},
+    named=partial(LiteralCallReader, PYTHON),
+)
+PYTHONIC = CallFormat(
+    start="start",
+    leads={"start": {"[": "list"}, "list": {"": NAMED}, "after": {",": "next", "]": TEXT}, "next": {"": NAMED}},
+    named=partial(LiteralCallReader, PYTHON, knows_names=True),
+)
 FORCED_ARRAY = CallFormat(  # what `ToolSet.structured_outputs` makes of tool_choice="required"
     start="start",
     leads={
@@ -150,5 +170,9 @@ CALL_FORMATS: Mapping[str, CallFormat] = {  # by vLLM's names
     "minimax_m2": MINIMAX_M2,
     "deepseek_v3": _mark_calls(DEEPSEEK, WORD, DEEPSEEK.sep, NAME, "```json"),
     "deepseek_v31": _mark_calls(DEEPSEEK, NAME, DEEPSEEK.sep),
+    "pythonic": PYTHONIC,
+    "olmo3": OLMO3,
+    "gemma4": _write_literals(GEMMA4, "<|tool_call>", "<tool_call|>"),
+    "functiongemma": _write_literals(FUNCTIONGEMMA, "<start_function_call>", "<end_function_call>"),
     "kimi_k2": _mark_calls(KIMI, NAME, ":", WORD, KIMI.sep),
 }

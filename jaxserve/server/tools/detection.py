@@ -22,6 +22,10 @@ _CALLS = (
     ((KIMI.first,), "kimi_k2"),
     (("<|START_ACTION|>",), "cohere_command3"),
     (("functools[",), "phi4_mini_json"),
+    (("<|tool_call>",), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<function_calls>",), "olmo3"),
+    (("[func_name1(",), "pythonic"),
     (("<|python_tag|>", "parameters"), "llama3_json"),
     (("ipython", "parameters"), "llama3_json"),
 )

@@ -11,6 +11,8 @@ from functools import partial
 from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars.rules import write_rule
 from jaxserve.server.tools.call_formats import CALL_FORMATS, CallFormat
+from jaxserve.server.tools.literal_grammar import LiteralGrammar
+from jaxserve.server.tools.literals import FUNCTIONGEMMA, GEMMA4, PYTHON, LiteralNotation
 from jaxserve.server.tools.marked_calls import DEEPSEEK, KIMI, CallMarks
 from jaxserve.server.tools.reasoning import REASONING_FORMATS, find_place
 from jaxserve.server.tools.spec import ToolSet
@@ -26,7 +28,7 @@ class CallSyntax:
     write: Callable[[_Writer], str]  # the rule `call`, of what follows the opening mark, and those that it needs
     separator: str = ""  # between two calls, instead of further text
     has_opener: bool = True  # else a call begins an answer, and only there
-    bare: str = r"\{"  # without an opener: the pattern that a call begins with
+    bare: str = r"\{"  # without an opener: the pattern that a call begins with, NAMES for the functions'
     repeats: bool = True  # else all calls are in one `call`
 
 
@@ -105,7 +107,8 @@ class _Writer:
         if reasoning_parser is not None:
             patterns.append(rf"\s*{_escape(REASONING_FORMATS[reasoning_parser].opener)}(?s:.*)")
         if not syntax.has_opener:
-            patterns.append(rf"\s*{syntax.bare}(?s:.*)")
+            bare = syntax.bare.replace("NAMES", "|".join(_escape(tool.name) for tool in self.tools.tools))
+            patterns.append(rf"\s*{bare}(?s:.*)")
         patterns += [_write_containing(mark) for mark in self._form.synonyms]
         rules = self.write_until("lead", self._opener, patterns) if self._opener is not None else []
         if self._opener is not None:
@@ -208,6 +211,30 @@ def _write_marked(marks: CallMarks, before: str, behind: str, end: str, separato
     return f"call: one{more} {last}\none: {begin} {before} named {end} {close}\nnamed: {named}"
 
 
+def _write_literals(
+    notation: LiteralNotation, lead: str, before: str, separator: str | None, behind: str, mark: str, writer: _Writer
+) -> str:
+    """Returns the rules of a call, or of several with a separator.
+
+    What is before the first name, the name and its bracket are one lexeme, because free text may begin like it.
+    """
+    grammar = LiteralGrammar(notation, writer.mark, "value")
+    arguments, first, named = [], [], []
+    for at, tool in enumerate(writer.tools.tools):
+        term = grammar.write_arguments(tool.arguments_schema, f"tools[{at}].function.parameters")
+        arguments.append(f"arguments{at}: {term}")
+        first.append(f"{json.dumps(before + tool.name + notation.begin)} arguments{at}")
+        named.append(f"{json.dumps(tool.name + notation.begin)} arguments{at}")
+    rules = [f"first: {' | '.join(first)}", *arguments, *grammar.list_rules()]
+    more = ""
+    if separator is not None and writer.tools.parallel:
+        more = f"({separator} named)*"
+        rules.append(f"named: {' | '.join(named)}")
+    if not notation.has_escapes:
+        rules += writer.write_until("value", notation.quotes[0], [])
+    return "\n".join((f"call: {lead} first {more} {behind} {writer.mark(mark)}", *rules))
+
+
 def _write_xml(marks: XmlMarks, before: str, behind: str, writer: _Writer) -> str:
     calls = []
     for at, tool in enumerate(writer.tools.tools):
@@ -237,6 +264,15 @@ _SYNTAXES: Mapping[str, CallSyntax] = {
     ),
     "deepseek_v31": CallSyntax(partial(_write_marked, DEEPSEEK, "", "SEP", "", "")),
     "kimi_k2": CallSyntax(partial(_write_marked, KIMI, '"functions."', '":" /[0-9]{1,3}/ SEP', "", "")),
+    "pythonic": CallSyntax(
+        partial(_write_literals, PYTHON, "", "[", '", "', "", "]"),
+        has_opener=False,
+        bare=r"\[\s*(NAMES)\(",
+        repeats=False,
+    ),
+    "olmo3": CallSyntax(partial(_write_literals, PYTHON, r'"\n"?', "", r'"\n"', r'"\n"?', "</function_calls>")),
+    "gemma4": CallSyntax(partial(_write_literals, GEMMA4, "", "call:", None, "", "<tool_call|>")),
+    "functiongemma": CallSyntax(partial(_write_literals, FUNCTIONGEMMA, "", "call:", None, "", "<end_function_call>")),
     "granite": CallSyntax(partial(_write_array, "arguments", "name", None, "")),
     "phi4_mini_json": CallSyntax(_write_open_array),
     "cohere_command3": CallSyntax(partial(_write_array, "parameters", "tool_name", "tool_call_id", "<|END_ACTION|>")),

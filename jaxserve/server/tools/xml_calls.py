@@ -5,7 +5,6 @@ A value is text without escapes. Its type is that of the tool's schema, so `5` i
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 from jaxserve.server.events import ArgumentsDelta, CallBegun, ParserEvent
 from jaxserve.server.tools.call_readers import NAME_CHARACTERS
 from jaxserve.server.tools.parser_parts import BLANKS
+from jaxserve.server.tools.values import list_types, write_value
 
 _LONGEST_KEY = 1000  # characters
 
@@ -182,7 +182,7 @@ class XmlCallReader:
         if self._streams:
             self._out.append('"')
         else:
-            self._out.append(_write_value("".join(self._part), self._types))
+            self._out.append(write_value("".join(self._part), self._types))
             self._part = []
 
     def _end(self) -> None:
@@ -191,52 +191,3 @@ class XmlCallReader:
 
     def _break(self) -> None:
         self.ended = self.broken = True
-
-
-def list_types(schema: Mapping[str, Any], key: str) -> set[str]:
-    """Returns the types that an argument may have; none if the schema does not say."""
-    properties = schema.get("properties")
-    parameter = properties.get(key) if isinstance(properties, Mapping) else None
-    if not isinstance(parameter, Mapping):
-        return set()
-    options = parameter.get("anyOf") or parameter.get("oneOf")
-    found: set[str] = set()
-    for option in options if isinstance(options, list) else [parameter]:
-        kinds = option.get("type") if isinstance(option, Mapping) else None
-        if kinds is None and isinstance(option, Mapping) and isinstance(option.get("enum"), list):
-            kinds = ["string"] if all(isinstance(each, str) for each in option["enum"]) else None
-        if kinds is None:
-            return set()
-        found.update([kinds] if isinstance(kinds, str) else kinds)
-    return found
-
-
-def _write_value(text: str, types: set[str]) -> str:
-    """Returns a value as JSON: of one of the types if it can be read so, else a string."""
-    stripped = text.strip(BLANKS)
-    for read in (_read_json, ast.literal_eval):  # some templates write Python's values
-        try:
-            value = read(stripped)
-            written = stripped if read is _read_json else json.dumps(value, ensure_ascii=False, allow_nan=False)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-        if not isinstance(value, str) and (not types or types & _name_types(value)):
-            return written
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _read_json(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _name_types(value: Any) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return {"integer", "number"}
-    kinds = {float: "number", list: "array", tuple: "array", dict: "object", type(None): "null"}
-    return {kinds.get(type(value), "")}

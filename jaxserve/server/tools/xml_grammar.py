@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.features.grammars.rules import quote
-from jaxserve.server.tools.xml_calls import XmlMarks, list_types
+from jaxserve.server.tools.values import list_types
+from jaxserve.server.tools.xml_calls import XmlMarks
 
 _ROOT = frozenset(
     ("type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$id", "$defs",

@@ -159,6 +159,7 @@ def test_names() -> None:
     assert set(TOOL_PARSERS) == {
         "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml", "mimo", "glm45", "glm47",
         "deepseek_v3", "deepseek_v31", "minimax_m2", "kimi_k2", "granite", "cohere_command3", "phi4_mini_json",
+        "pythonic", "olmo3", "gemma4", "functiongemma",
     }  # fmt: skip
     assert set(REASONING_PARSERS) == {
         "deepseek_r1", "deepseek_v3", "glm45", "minimax_m2", "mistral", "qwen3", "openai_gptoss", "kimi_k2",

@@ -203,3 +203,42 @@ def test_a_forced_call_may_reason_until_its_tokens_end(compiler: GrammarCompiler
     assert not fits(compiler, params, "Hm. " * 40), "the answer cannot end here"
     parser = make_answer_parser("hermes", "qwen3", tools, prompt="<think>")
     assert read(parser, ["Hm. ", "Hm."]) == [ReasoningDelta("Hm."), ReasoningDelta(" Hm.")] and not parser.saw_calls
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_strings_may_stand_between_special_tokens(compiler: GrammarCompiler, choice: str) -> None:
+    tokenizer: Tokenizer = load_tokenizer(demo_model_dir())
+    ids = iter(tokenizer.special_tokens[text] for text in ("<s>", "<|user|>", "<|assistant|>", "<|system|>"))
+    opener, quote, thought, answer = ids
+    special = {"<|tool_call>": opener, '<|"|>': quote, "<|channel>": thought, "<channel|>": answer}
+    tools = read_tools([tool("f", CITY, strict=True)], choice)
+    assert tools is not None
+    params = constrain_calls(tools, "gemma4", "gemma4", special, read_prompt=lambda: "<|turn>model\n")
+    assert params is not None
+    for parts in ([thought, "thought\nHm{", answer, opener], [opener]):
+        matcher = compiler.compile(params).new_matcher()
+        for part in (*parts, "call:f{city:", quote, '<"} ', quote, "}<tool_call|>"):
+            for token in [part] if isinstance(part, int) else tokenizer.encode(part, add_special_tokens=False):
+                matcher.accept(token)
+        assert matcher.is_accepting
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_marks_around_an_answer_may_be_special_tokens(compiler: GrammarCompiler, choice: str) -> None:
+    tokenizer: Tokenizer = load_tokenizer(demo_model_dir())
+    begin, end = tokenizer.special_tokens["<|user|>"], tokenizer.special_tokens["<|system|>"]
+    tools = read_tools([tool("f", CITY, strict=True)], choice)
+    assert tools is not None
+    special = {"<|START_RESPONSE|>": begin, "<|END_RESPONSE|>": end}
+    params = constrain_calls(tools, "cohere_command3", None, special)
+    assert params is not None
+    matcher = compiler.compile(params).new_matcher()
+    call = '{"tool_call_id": "0", "tool_name": "f", "parameters": {"city": "x"}}'
+    if choice == "auto":
+        matcher.accept(begin)
+        for token in tokenizer.encode("So: ", add_special_tokens=False):
+            matcher.accept(token)
+        assert matcher.is_accepting
+        matcher.accept(end)
+        assert matcher.is_accepting
+    assert accepts(matcher, f"<|START_ACTION|>[\n    {call}\n]<|END_ACTION|>")
