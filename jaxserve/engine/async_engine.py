@@ -21,6 +21,7 @@ from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progr
 from jaxserve.engine.prompts import Message, Prompt, RequestFactory
 from jaxserve.engine.request_options import (
     ChatArguments,
+    EmbedArguments,
     EncodeArguments,
     PoolingArguments,
     RequestArguments,
@@ -204,7 +205,7 @@ class AsyncLLM:
                 yield output
 
     async def embed(
-        self, prompts: Prompt | Sequence[Prompt], **arguments: Unpack[PoolingArguments]
+        self, prompts: Prompt | Sequence[Prompt], **arguments: Unpack[EmbedArguments]
     ) -> list[EmbeddingOutput]:
         """Returns one embedding per prompt; arguments and errors are those of `LLM.embed`."""
         return await _pool(self, pooled.embed, prompts, read_arguments("AsyncLLM.embed", arguments))

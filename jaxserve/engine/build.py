@@ -201,6 +201,7 @@ def build_engine(
         processor=processor,
         tasks=list_tasks(shapes.model),
         pairs=make_pair_encoder(tokenizer, shapes.model, files.hf_config),
+        prompts=None if files.modules is None else files.modules.prompts,
     )
     if followers is not None:
         weakref.finalize(engine, followers.stop)

@@ -16,6 +16,7 @@ from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progr
 from jaxserve.engine.prompts import Message, Prompt, RequestFactory, list_prompts
 from jaxserve.engine.request_options import (
     ChatArguments,
+    EmbedArguments,
     EncodeArguments,
     PoolingArguments,
     RequestArguments,
@@ -190,7 +191,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         *,
         use_tqdm: bool | None = None,
-        **arguments: Unpack[PoolingArguments],
+        **arguments: Unpack[EmbedArguments],
     ) -> list[EmbeddingOutput]:
         """Returns one embedding per prompt, in order.
 
@@ -200,6 +201,7 @@ class LLM:
         Args:
             prompts, use_tqdm: as for `generate`.
             pooling_params: other forms of the vectors.
+            prompt_name: which of the prompts in the model's files is put in front of each text, if not the default one.
             truncate_prompt_tokens: keep only so many tokens of each prompt, -1: as many as fit. They are the last ones
                 or, where a text is read whole (an encoder, or the mean of all tokens), the first ones.
             arguments: those above, and others of vLLM's method, as for `generate`.

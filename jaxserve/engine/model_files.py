@@ -134,7 +134,7 @@ def resolve_model(
     from jaxserve.core.models.decoder import fit_devices
     from jaxserve.core.weights import untie_head
 
-    model = choose_pooling(read_model(config.model, files, device_kind), config.pooling, files.modules)
+    model = choose_pooling(read_model(config.model, files, device_kind), config.pooling, files.modules, files.hf_config)
     model = add_answers(model, files.hf_config, partial(load_model_tokenizer, config.model, files))
     max_model_len = config.model.max_model_len
     model = model.with_max_model_len(_choose_length(config, files, model) if max_model_len is None else max_model_len)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.engine.pooling import list_tasks, require_task
+from jaxserve.engine.pooling import list_tasks, require_dimensions, require_task
 from jaxserve.engine.prompts import Prompt, RequestFactory, list_prompts
 from jaxserve.engine.request_options import spread_options
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
@@ -208,10 +208,8 @@ def read_template(
 
 def check_embedding(model: DecoderConfig, given: PoolingParams) -> PoolingParams:
     """Returns the parameters of an embedding; InvalidRequestError for what the model cannot make."""
-    size = model.embedding_size
-    if given.dimensions is not None and given.dimensions > size:
-        message = f"at most {size}, got {given.dimensions}"
-        raise InvalidRequestError(message, field="dimensions", value=given.dimensions)
+    if given.dimensions is not None:
+        require_dimensions(model, given.dimensions)
     if given.use_activation is False and model.pooler.normalizes:
         message = "vectors have length 1; start the engine with pooler_config={'use_activation': false} for others"
         raise InvalidRequestError(message, field="use_activation", value=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import ConfigError, InvalidRequestError, shorten
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
 
 
-def choose_pooling(model: DecoderConfig, options: PoolingOptions, modules: SentenceModules | None) -> DecoderConfig:
+def choose_pooling(
+    model: DecoderConfig,
+    options: PoolingOptions,
+    modules: SentenceModules | None,
+    hf_config: Mapping[str, Any] = MappingProxyType({}),
+) -> DecoderConfig:
     """Returns the model with its pooler, which makes embeddings only if the options, files or architecture say so.
 
     Raises ConfigError for options that the model cannot have.
@@ -26,9 +32,15 @@ def choose_pooling(model: DecoderConfig, options: PoolingOptions, modules: Sente
     if options.convert == "classify":
         message = f"{model.family} of this architecture has no classes; leave it out"
         raise ConfigError(message, field="convert", value=options.convert)
+    if modules is not None and modules.logit_score is not None:
+        message = "is a reranker's that scores pairs by the logits of tokens (LogitScore), which is not read yet"
+        raise ConfigError(message, field="modules.json", value=modules.logit_score)
     pooler = model.pooler if modules is None else modules.pooler
+    pooler = dataclasses.replace(pooler, trained_sizes=_read_sizes(hf_config))
     given = options.pooler_config
     if given is not None:
+        if given.pooling_type is not None:
+            pooler = dataclasses.replace(pooler, joined=())
         found = {"pooling_type": given.pooling_type, "normalizes": given.use_activation, "dimensions": given.dimensions}
         pooler = dataclasses.replace(pooler, **{name: value for name, value in found.items() if value is not None})
     _check_sizes(model, pooler)
@@ -40,12 +52,40 @@ def choose_pooling(model: DecoderConfig, options: PoolingOptions, modules: Sente
     if pooler.needs_every_token and (options.runner == "generate" or options.convert == "none") and model.generates:
         name = "runner" if options.runner == "generate" else "convert"
         message = (
-            f"{getattr(options, name)}: the model's embeddings are of type {pooler.pooling_type}, for which texts are "
-            "computed whole; leave it out, or give pooler_config={'pooling_type': 'LAST'}"
+            f"{getattr(options, name)}: the model's embeddings are of type {' and '.join(pooler.pooling_types)}, for "
+            "which texts are computed whole; leave it out, or give pooler_config={'pooling_type': 'LAST'}"
         )
         raise ConfigError(message, field=name, value=getattr(options, name))
     only_pools = not model.generates or wants or pooler.needs_every_token
     return dataclasses.replace(model, pooler=pooler, only_pools=only_pools)
+
+
+def _read_sizes(hf_config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Returns the sizes to which the model was trained to have its vectors cut: empty for any, None if it was not."""
+    from jaxserve.core.models.hf_config import MATRYOSHKA_KEYS, check_integer
+
+    flag, listed = MATRYOSHKA_KEYS
+    sizes = hf_config.get(listed)
+    if sizes is None:
+        return () if hf_config.get(flag) is True else None
+    if not isinstance(sizes, list) or not sizes:
+        raise ConfigError(f"must be a list of sizes, not {shorten(sizes)}", field=listed, value=sizes)
+    return tuple(check_integer(listed, size) for size in sizes)
+
+
+def require_dimensions(model: DecoderConfig, dimensions: int) -> None:
+    """Raises InvalidRequestError unless the model was trained to have its vectors cut to so many numbers."""
+    size, sizes = model.embedding_size, model.pooler.trained_sizes
+    if dimensions > size:
+        raise InvalidRequestError(f"at most {size}, got {dimensions}", field="dimensions", value=dimensions)
+    if dimensions == size or sizes == () or (sizes is not None and dimensions in sizes):
+        return
+    if sizes:
+        message = f"must be one of {', '.join(map(str, sorted({*sizes, size})))}, got {dimensions}"
+    else:
+        message = f"the model's vectors have {size} numbers, and its config.json does not say that they may be cut; "
+        message += "if it was trained so (Matryoshka), start the engine with hf_overrides={'is_matryoshka': true}"
+    raise InvalidRequestError(message, field="dimensions", value=dimensions)
 
 
 def list_tasks(model: DecoderConfig) -> tuple[str, ...]:
@@ -109,7 +149,7 @@ def _check_classifier(model: DecoderConfig, options: PoolingOptions) -> DecoderC
 
 def _check_sizes(model: DecoderConfig, pooler: PoolerConfig) -> None:
     """Raises ConfigError where the projections do not fit the model, or more dimensions are kept than there are."""
-    size = model.hidden_size
+    size = pooler.count_pooled(model.hidden_size)
     for dense in pooler.denses:
         if dense.in_size != size:
             message = f"takes vectors of {dense.in_size} numbers, and gets {size}"

@@ -25,6 +25,7 @@ from jaxserve.sampling_params import (
 from jaxserve.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from jaxserve.core.weights.sentence_transformers import Prompts
     from jaxserve.features.grammars import GrammarCompiler
     from jaxserve.tokenizers import Tokenizer
     from jaxserve.tokenizers.pairs import PairTemplate
@@ -60,12 +61,13 @@ class RequestFactory:
         processor: LogitsProcessor | None = None,
         pairs: PairEncoder | None = None,
         tasks: Sequence[str] = ("generate", "embed"),
+        prompts: Prompts | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
         self._processor, self._reads_whole = processor, reads_whole
-        self._pairs, self._tasks = pairs or PairEncoder(tokenizer), tasks
+        self._pairs, self._tasks, self._prompts = pairs or PairEncoder(tokenizer), tasks, prompts
         self._grammars: GrammarCompiler | None = None  # made with the first grammar
         own = tokenizer.eos_token_ids if tokenizer is not None else ()
         self._eos_token_ids = tuple(dict.fromkeys((*own, *eos_token_ids)))
@@ -127,11 +129,14 @@ class RequestFactory:
         *,
         request_id: str | None = None,
         truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
         """Returns the request for a prompt's embedding; the arguments are those of `make`.
 
         Args:
+            prompt_name: which of the prompts in the model's files is put in front of the text; default: the one that
+                they say. Token ids are taken as they are.
             truncate_prompt_tokens: keep only so many tokens, -1: as many as fit: the last ones or, where texts are
                 read whole, the first ones.
 
@@ -142,6 +147,7 @@ class RequestFactory:
         if _as_mapping(prompt).get("prompt") == "":
             raise InvalidRequestError("is empty; give at least one character", field="prompt", value=prompt)
         fields = _check_options(prompt, options)
+        prompt = add_prompt(prompt, self._prompts, prompt_name)
         text, token_ids = self._cut(*self._read(prompt), truncate_prompt_tokens, Task.POOL)
         return Request(self._name(request_id), token_ids, prompt=text, task=Task.POOL, **fields)
 
@@ -201,7 +207,7 @@ class RequestFactory:
         _check_logprobs("logprobs", params.logprobs, self._max_logprobs)
         _check_logprobs("prompt_logprobs", params.prompt_logprobs, limit_prompt_logprobs(self._max_logprobs))
         if params.extra_args is not None:
-            params = replace(params, extra_args=self._order_arguments(params.extra_args))
+            params = replace(params, extra_args=_order_arguments(self._processor, params.extra_args))
         form = params.structured_outputs
         grammar = None if form is None else (compile_grammar or self.grammars.compile)(form)
         has_ids = params.allowed_token_ids is not None or params.suppress_tokens  # they take an automaton's place
@@ -249,17 +255,6 @@ class RequestFactory:
         if self._tokenizer is not None:
             with contextlib.suppress(InvalidRequestError):  # raised again for a request with a grammar
                 self.grammars.warm_up()
-
-    def _order_arguments(self, arguments: Mapping[str, float]) -> dict[str, float]:
-        """Returns the logits processor's arguments in the order that it declares."""
-        if self._processor is None:
-            message = "this engine has no logits_processor that would read them"
-            raise InvalidRequestError(message, field="extra_args", value=arguments)
-        names = self._processor.arguments
-        if arguments.keys() != set(names):
-            message = f"must be {', '.join(names) or 'empty'}, got {shorten(list(arguments))}"
-            raise InvalidRequestError(message, field="extra_args", value=arguments)
-        return {name: arguments[name] for name in names}
 
     def _read(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         """Returns the prompt's text, or None, and its token ids; ids given with a text are not checked against it."""
@@ -317,6 +312,39 @@ def _tokenize_bad_words(
                 raise InvalidRequestError(message, field="bad_words", value=word)
             if max(tokens) < vocab_size:  # else a token has no logit, and the word cannot be sampled
                 yield tokens
+
+
+def _order_arguments(processor: LogitsProcessor | None, arguments: Mapping[str, float]) -> dict[str, float]:
+    """Returns the logits processor's arguments in the order that it declares."""
+    if processor is None:
+        message = "this engine has no logits_processor that would read them"
+        raise InvalidRequestError(message, field="extra_args", value=arguments)
+    names = processor.arguments
+    if arguments.keys() != set(names):
+        message = f"must be {', '.join(names) or 'empty'}, got {shorten(list(arguments))}"
+        raise InvalidRequestError(message, field="extra_args", value=arguments)
+    return {name: arguments[name] for name in names}
+
+
+def add_prompt(prompt: Prompt, known: Prompts | None, name: str | None) -> Prompt:
+    """Returns a text with one of the model's prompts in front of it, by name, or the default one, if there is any.
+
+    Raises InvalidRequestError for a name that is not known, and for one with token ids.
+    """
+    by_name = {} if known is None else known.by_name
+    if name is not None and name not in by_name:
+        message = f"must be one of the model's prompts ({', '.join(by_name) or 'it has none'}), got {shorten(name)}"
+        raise InvalidRequestError(message, field="prompt_name", value=name)
+    chosen = name if known is None or name is not None else known.default
+    given = _as_mapping(prompt)
+    if chosen is None or "prompt_token_ids" in given:
+        if name is None:
+            return prompt
+        raise InvalidRequestError("is for texts, and these are token ids", field="prompt_name", value=name)
+    if known is not None and not known.are_pooled and by_name[chosen]:
+        message = "the model pools no tokens of prompts (include_prompt: false), which is not served"
+        raise InvalidRequestError(message, field="prompt_name", value=name)
+    return {**given, "prompt": f"{by_name[chosen]}{given['prompt']}"} if isinstance(given["prompt"], str) else prompt
 
 
 def _keep_start(

@@ -43,13 +43,19 @@ class ChatArguments(RequestArguments, total=False):
 
 
 class PoolingArguments(TypedDict, total=False):
-    """The arguments of `embed` and `classify`."""
+    """The arguments of `classify`."""
 
     pooling_params: PoolingParams | None
     truncate_prompt_tokens: int | None
 
 
-class EncodeArguments(PoolingArguments, total=False):
+class EmbedArguments(PoolingArguments, total=False):
+    """The arguments of `embed`."""
+
+    prompt_name: str | None
+
+
+class EncodeArguments(EmbedArguments, total=False):
     """The arguments of `encode`."""
 
     pooling_task: str | None
@@ -87,7 +93,8 @@ class ChatOptions(RequestOptions, total=False):
 _KNOWN: Mapping[str, frozenset[str]] = {
     "generate": RequestArguments.__optional_keys__,
     "chat": ChatArguments.__optional_keys__,
-    **dict.fromkeys(("embed", "classify"), PoolingArguments.__optional_keys__),
+    "embed": EmbedArguments.__optional_keys__,
+    "classify": PoolingArguments.__optional_keys__,
     "encode": EncodeArguments.__optional_keys__,
     "score": ScoreArguments.__optional_keys__,
     "beam_search": frozenset(),

@@ -124,7 +124,8 @@ def test_the_original_qwen3_reranker_brings_its_prompt() -> None:
 
 
 def test_an_embedding_model_scores_by_cosine() -> None:
-    llm = start(GOLDENS / "encoders" / "bert_mean", tokenizer=str(FOLDER / "bert"))
+    folder, options = GOLDENS / "encoders" / "bert_mean", {"hf_overrides": {"is_matryoshka": True}}
+    llm = start(folder, tokenizer=str(FOLDER / "bert"), **options)
     texts = ["w1 w2", "w3", "w2 w1 w4"]
     vectors = np.array([each.embedding for each in llm.embed(texts)])
     one, many = llm.score(texts[0], texts), llm.score(texts, texts[::-1])

@@ -144,7 +144,7 @@ def test_keys_of_qwen3_coder_change_nothing():
 def test_families_refuse_what_they_do_not_compute():
     gemma3 = json.loads((FOLDER / "gemma-3-1b.json").read_text())
     assert refused_field(gemma3 | {"attn_logit_softcapping": 50.0}) == "attn_logit_softcapping"
-    assert refused_field(gemma3 | {"use_bidirectional_attention": True}) == "use_bidirectional_attention"
+    assert refused_field(gemma3 | {"use_bidirectional_attention": True, "sliding_window": 1}) == "sliding_window"
     assert refused_field(gemma3 | {"layer_types": ["chunked_attention"] * 26}) == "layer_types"
     assert refused_field(gemma3 | {"sliding_window": None}) == "sliding_window"
     assert refused_field(gemma3 | {"rope_parameters": {"rope_type": "default"}}) == "rope_parameters"

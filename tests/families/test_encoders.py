@@ -19,8 +19,10 @@ from jaxserve import LLM, AsyncLLM, SamplingParams
 from jaxserve.config import EngineConfig
 from jaxserve.core.runtime.startup import plan_pools
 from jaxserve.core.weights.json_files import read_hf_config
+from jaxserve.core.weights.sentence_transformers import Prompts
 from jaxserve.engine.model_files import locate_model, resolve_model
-from jaxserve.engine.pooling import choose_pooling
+from jaxserve.engine.pooling import choose_pooling, require_dimensions
+from jaxserve.engine.prompts import add_prompt
 from jaxserve.errors import ConfigError, InvalidRequestError, NonFiniteLogitsError
 from jaxserve.families.registry import param_specs, parse_config, weight_sources
 from jaxserve.features.choose import make_shapes
@@ -203,16 +205,42 @@ SIZES = {"in_features": 384, "out_features": 8}
         (with_modules(("0_Transformer", BASE[0][1]), BASE[1]), "in the folder '0_Transformer'"),
         (with_modules(BASE[0], ("../1_Pooling", BASE[1][1])), "must have a name like 1_Pooling"),
         ({"modules.json": {}}, "modules.json.*holds a dict where a list is expected"),
-        ({"1_Pooling/config.json": {"pooling_mode": "max"}}, "pools by 'max'; read is one of cls, mean, lasttoken"),
-        ({"1_Pooling/config.json": {"pooling_mode": ["cls", "mean"]}}, "pools by"),
-        ({"1_Pooling/config.json": {"pooling_mode": "cls", "include_prompt": False}}, "include_prompt: false"),
+        (
+            {"1_Pooling/config.json": {"pooling_mode": "median"}},
+            "pools by 'median'; read are cls, mean, lasttoken, max",
+        ),
+        ({"1_Pooling/config.json": {"pooling_mode": ["cls", {}]}}, "pools by"),
+        (
+            {
+                "1_Pooling/config.json": {"pooling_mode": "cls", "include_prompt": False},
+                "config_sentence_transformers.json": {"prompts": {"q": "query: "}, "default_prompt_name": "q"},
+            },
+            "include_prompt: false",
+        ),
+        (
+            {**with_modules(BASE[0], ("1_LogitScore", "sentence_transformers.cross_encoder.modules.LogitScore"))},
+            "1_LogitScore/config.json",
+        ),
+        (
+            {
+                **with_modules(BASE[0], ("1_LogitScore", "sentence_transformers.cross_encoder.modules.LogitScore")),
+                "1_LogitScore/config.json": {"true_token_id": 9693, "false_token_id": 2152},
+            },
+            "scores pairs by the logits of tokens",
+        ),
+        (
+            with_modules(*BASE, ("2_Normalize", f"{PACKAGE}.Normalize"), ("3_Dense", f"{PACKAGE}.Dense")),
+            "has the modules",
+        ),
+        ({"config.json": {"matryoshka_dimensions": 64}}, "must be a list of sizes, not 64"),
         ({"1_Pooling/config.json": {"pooling_mode": "cls", "odd": 3}}, "'odd' is not read"),
-        ({"config_sentence_transformers.json": {"default_prompt_name": "query"}}, "default_prompt_name 'query'"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "query"}}, "'query' is none of its prompts"),
+        ({"config_sentence_transformers.json": {"prompts": {"query": 3}}}, "prompts must be texts by name"),
         ({"sentence_bert_config.json": {"max_seq_length": "long"}}, "max_seq_length must be a number of tokens"),
         ({"sentence_bert_config.json": {"query_expansion": {"n": 1}}}, "'query_expansion' is not read"),
         (
-            {**DENSE, "2_Dense/config.json": {**SIZES, "use_residual": True}},
-            "'use_residual' is not read",
+            {**DENSE, "2_Dense/config.json": {**SIZES, "init_weight": [1]}},
+            "'init_weight' is not read",
         ),
         (
             {
@@ -281,14 +309,59 @@ def test_options_choose_what_a_model_does(
     assert raised.value.field == generates
 
 
-def test_a_text_is_cut_at_its_end_and_written_in_small_letters(tmp_path: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """Letters are tokens 4 to 11, between [CLS] (2) and [SEP] (3)."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     around = [("[CLS]", 2), ("[SEP]", 3)]
     library.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
     library.add_special_tokens(words[:4])
-    library.save(str(tmp_path / "tokenizer.json"))
+    library.save(str(folder / "tokenizer.json"))
+
+
+def test_prompts_of_the_files_stand_in_front_of_texts(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    shutil.copytree(FOLDER / "bert_cls", tmp_path, dirs_exist_ok=True)
+    prompts = {"prompts": {"query": "a b ", "document": "", "long": "c c "}, "default_prompt_name": "long"}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    llm = start(tmp_path, skip_tokenizer_init=False)
+    for options, expected in (({"prompt_name": "query"}, [2, 4, 5, 7, 3]), ({"prompt_name": "document"}, [2, 7, 3])):
+        assert llm.embed("d", **options)[0].prompt_token_ids == expected
+    assert llm.embed("d")[0].prompt == "c c d" and llm.embed([[2, 7, 3]])[0].prompt_token_ids == [2, 7, 3]
+    with pytest.raises(InvalidRequestError, match=r"model's prompts \(query, document, long\), got 'q'"):
+        llm.embed("d", prompt_name="q")
+    with pytest.raises(InvalidRequestError, match="is for texts, and these are token ids"):
+        llm.embed([[2, 7, 3]], prompt_name="query")
+    with pytest.raises(InvalidRequestError, match="pools no tokens of prompts"):
+        add_prompt("d", Prompts({"query": "a "}, None, are_pooled=False), "query")
+
+
+@pytest.mark.parametrize(
+    ("config", "dimensions", "words"),
+    [
+        ({}, 384, None),
+        ({}, 64, "does not say that they may be cut"),
+        ({"is_matryoshka": True}, 64, None),
+        ({"is_matryoshka": True}, 385, "at most 384"),
+        ({"matryoshka_dimensions": [64, 128]}, 64, None),
+        ({"matryoshka_dimensions": [64, 128]}, 384, None),
+        ({"matryoshka_dimensions": [64, 128]}, 65, "must be one of 64, 128, 384, got 65"),
+    ],
+)
+def test_vectors_are_cut_if_the_model_was_trained_so(
+    config: dict[str, Any], dimensions: int, words: str | None
+) -> None:
+    model = parse_config(PUBLISHED["all-MiniLM-L6-v2"]["config.json"] | config)
+    model = choose_pooling(model, PoolingOptions(), None, config)
+    if words is None:
+        return require_dimensions(model, dimensions)
+    with pytest.raises(InvalidRequestError, match=words):
+        require_dimensions(model, dimensions)
+
+
+def test_a_text_is_cut_at_its_end_and_written_in_small_letters(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
     shutil.copytree(FOLDER / "bert_cls", tmp_path, dirs_exist_ok=True)
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 6, "do_lower_case": True}))
     llm = start(tmp_path, skip_tokenizer_init=False)

@@ -32,7 +32,8 @@ TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>Answer with <tool_call>{"na
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     """Has limits that tests can reach, and that no request reaches by accident."""
-    with run_server(*SMALL, "--max-body-bytes", str(MAX_BODY), "--slow-reader-timeout", "1") as running:
+    limits = ("--max-body-bytes", str(MAX_BODY), "--slow-reader-timeout", "1")
+    with run_server(*SMALL, *limits, "--hf-overrides", '{"is_matryoshka": true}') as running:
         yield running
 
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +26,13 @@ TEXTS = [[number % 7, number, 5] for number in range(40)]
 PATH = "/v1/embeddings"
 
 
+POOLER = replace(LAST, trained_sizes=(1,))
+
+
 @contextmanager
 def serve_embeddings(queued: int | None = 4 * ROWS) -> Iterator[Served]:
     with serve(rows=ROWS, queue=(queued, None)) as served:
-        served.llm.ready.shapes.model = SimpleNamespace(embedding_size=2, pooler=LAST, vocab_size=1009)  # type: ignore[misc]
+        served.llm.ready.shapes.model = SimpleNamespace(embedding_size=2, pooler=POOLER, vocab_size=1009)  # type: ignore[misc]
         yield served
 
 

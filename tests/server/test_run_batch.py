@@ -68,7 +68,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str | 
             make_line("chat", "/v1/chat/completions", messages=question, temperature=0, max_tokens=40),
             make_line("text", prompt="Once", max_tokens=3, echo=True, ignore_eos=True, service_tier="flex"),
             "",
-            make_line("vector", "/v1/embeddings", input="Once", dimensions=8),
+            make_line("vector", "/v1/embeddings", input="Once", dimensions=256),
             make_line("response", "/v1/responses", input="Hi", max_output_tokens=5),
             make_line("wrong value", prompt="Once", max_tokens=-1),
             make_line("wrong model", prompt="Once", model="another"),
@@ -99,7 +99,7 @@ def test_all_endpoints_answer(answered: Any) -> None:
     assert "50" in bodies["chat"]["choices"][0]["message"]["content"]
     assert bodies["text"]["choices"][0]["text"].startswith("Once") and bodies["text"]["usage"]["completion_tokens"] == 3
     assert bodies["text"]["service_tier"] == "flex" and "service_tier" not in bodies["chat"]
-    assert len(bodies["vector"]["data"][0]["embedding"]) == 8
+    assert len(bodies["vector"]["data"][0]["embedding"]) == 256
     assert bodies["response"]["object"] == "response"
 
 

@@ -43,9 +43,9 @@ class LayerContext(StepContext):
     `rotary` is None in a layer without rotation. `batch` is that of the layer's KV group; a layer without pages gets
     another group's, which has the same rows. `pool` has the memory of the layer and perhaps of others (memory.py):
     pages, of which its own begin at `offset`; the arrays of a recurrent state by name, [L, R, ...], where `offset` is
-    its place among L layers and `slots` are the rows' places; or None. `window` counts the tokens that a query sees,
-    itself included, None for all. `layer_input` is the layer's own input, in models that have one. With `only_stores`
-    nobody reads what the layer returns, only the keys and values that it stores: attention then returns zeros.
+    its place among L layers and `slots` are the rows' places; or None. `window` is that of the layer's kind, None for
+    all. `layer_input` is the layer's own input, in models that have one. With `only_stores` nobody reads what the layer
+    returns, only the keys and values that it stores: attention then returns zeros.
     """
 
     rotary: Rotary | None

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 from jaxserve.core.layers.activations import ACTIVATIONS
 from jaxserve.core.layers.context import StepContext
 from jaxserve.core.layers.linear import linear
-from jaxserve.pooling_options import PoolingType
+from jaxserve.core.layers.norm import NormConfig, normalize
+from jaxserve.pooling_options import ONE_TOKEN, PoolingType
 
 _LEAST_LENGTH = 1e-12  # a vector is divided by at least this: zeros stay zeros
 _HERE = StepContext(mesh=None)  # the projections are whole on every device
@@ -24,7 +25,8 @@ class DenseConfig:
     """A projection behind pooling, always in float32; `activation` is a key of ACTIVATIONS.
 
     `module` is the checkpoint's name of it, below the folder that has its weights, if that is not the model's own
-    ("2_Dense/linear"). Of a larger matrix, `rows` are those that are used.
+    ("2_Dense/linear"). Of a larger matrix, `rows` are those that are used. With `residual` its input is added to its
+    output; where their sizes differ, a second projection, beside the first, is between.
     """
 
     in_size: int
@@ -33,6 +35,34 @@ class DenseConfig:
     activation: str
     module: str
     rows: tuple[int, ...] | None = None
+    residual: bool = False
+
+    @property
+    def projects_residual(self) -> bool:
+        """Whether there is the second projection."""
+        return self.residual and self.in_size != self.out_size
+
+
+@dataclass(frozen=True)
+class LayerNormConfig:
+    """A LayerNorm behind pooling, always in float32; `module` is the checkpoint's name of it ("2_LayerNorm/norm")."""
+
+    size: int
+    module: str
+
+    @property
+    def in_size(self) -> int:
+        """The numbers that it takes."""
+        return self.size
+
+    @property
+    def out_size(self) -> int:
+        """The numbers that it gives."""
+        return self.size
+
+
+TORCH_NORM = NormConfig(eps=1e-5, centered=True, bias=True, wide=True)
+"""PyTorch's LayerNorm by default."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +80,41 @@ class ClassConfig:
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """How a text's vector is made: pooled, projected, cut to its first `dimensions`, and divided by its length.
+    """How a text's vector is made: pooled, sent through `denses`, which may have norms between them, cut to its first
+    `dimensions`, and divided by its length.
 
-    With `classes` it is no embedding, but a number for each class.
+    What the pooling types `joined` make of the text stands behind what `pooling_type` makes of it. With `classes` the
+    vector is no embedding, but a number for each class. `trained_sizes`: to how many numbers a request may have vectors
+    cut, because the model was trained so (Matryoshka); empty for any, None if it was not.
     """
 
     pooling_type: PoolingType = "LAST"
-    denses: tuple[DenseConfig, ...] = ()
+    denses: tuple[DenseConfig | LayerNormConfig, ...] = ()
     dimensions: int | None = None
     normalizes: bool = True
     classes: ClassConfig | None = None
+    joined: tuple[PoolingType, ...] = ()
+    trained_sizes: tuple[int, ...] | None = None
+
+    @property
+    def pooling_types(self) -> tuple[PoolingType, ...]:
+        """All types of pooling, whose vectors stand side by side."""
+        return (self.pooling_type, *self.joined)
 
     @property
     def needs_every_token(self) -> bool:
         """Whether it reads other tokens than the last, so that a text must be computed whole."""
-        return self.pooling_type != "LAST"
+        return self.pooling_types != ("LAST",)
+
+    def count_pooled(self, hidden_size: int) -> int:
+        """Returns the numbers that states of `hidden_size` are pooled to (P)."""
+        return hidden_size * len(self.pooling_types)
 
     def count_numbers(self, hidden_size: int) -> int:
         """Returns the numbers of a vector (E), made of states of `hidden_size`."""
         if self.classes is not None:
             return len(self.classes.labels)
-        size = self.denses[-1].out_size if self.denses else hidden_size
+        size = self.denses[-1].out_size if self.denses else self.count_pooled(hidden_size)
         return min(size, self.dimensions or size)
 
 
@@ -79,31 +123,61 @@ LAST = PoolerConfig()
 
 
 def pool_rows(
-    pooling_type: PoolingType,
+    pooling_types: tuple[PoolingType, ...],
     normalize: Callable[[jax.Array], jax.Array],
     hidden: Float[Array, "T D"],
     query_start_loc: Int[Array, " E"],  # [S + 1]
-) -> Float[Array, "S D"]:
-    """Returns a float32 vector for each row of a step whose texts are whole; those of padding rows mean nothing.
+) -> Float[Array, "S P"]:
+    """Returns a float32 vector for each row of a step whose texts are whole, P = D numbers for each pooling type.
 
-    `normalize` is the model's final norm. A text's mean adds its tokens in their order, whoever shares the step, and
-    what is not finite in one text stays there.
+    Those of padding rows mean nothing. `normalize` is the model's final norm. A text's sum adds its tokens in their
+    order, whoever shares the step, and what is not finite in one text stays there.
     """
-    if pooling_type != "MEAN":
-        at = query_start_loc[:-1] if pooling_type == "CLS" else query_start_loc[1:] - 1
-        return normalize(hidden[jnp.clip(at, 0, hidden.shape[0] - 1)]).astype(jnp.float32)
-    tokens, num_rows = jnp.arange(hidden.shape[0], dtype=jnp.int32), query_start_loc.shape[0] - 1
+    lengths = jnp.diff(query_start_loc)
+    tokens, num_rows = jnp.arange(hidden.shape[0], dtype=jnp.int32), lengths.shape[0]
     rows = jnp.searchsorted(query_start_loc[1:], tokens, side="right")  # num_rows for padding, which is dropped
-    sums = jax.ops.segment_sum(
-        normalize(hidden).astype(jnp.float32), rows, num_segments=num_rows, indices_are_sorted=True
-    )
-    return sums / jnp.maximum(jnp.diff(query_start_loc), 1)[:, None]
+    where = {"num_segments": num_rows, "indices_are_sorted": True}
+    needs_all = not set(pooling_types) <= ONE_TOKEN
+    normed = normalize(hidden).astype(jnp.float32) if needs_all else hidden
+    count = jnp.maximum(lengths, 1).astype(jnp.float32)[:, None]
+
+    def take(at: Int[Array, " S"]) -> Float[Array, "S D"]:
+        found = normed[jnp.clip(at, 0, hidden.shape[0] - 1)]
+        return found if needs_all else normalize(found).astype(jnp.float32)
+
+    def pool(pooling_type: PoolingType) -> Float[Array, "S D"]:
+        match pooling_type:
+            case "CLS":
+                return take(query_start_loc[:-1])
+            case "LAST":
+                return take(query_start_loc[1:] - 1)
+            case "MAX":
+                return jax.ops.segment_max(normed, rows, **where)
+            case "WEIGHTED_MEAN":  # the weight of a token is its position, from 1
+                starts = query_start_loc[jnp.minimum(rows, num_rows - 1)]
+                weights = (tokens - starts + 1).astype(jnp.float32)[:, None]
+                return jax.ops.segment_sum(weights * normed, rows, **where) / (count * (count + 1) / 2)
+        total = jax.ops.segment_sum(normed, rows, **where)
+        return total / (count if pooling_type == "MEAN" else jnp.sqrt(count))
+
+    return jnp.concatenate([pool(each) for each in pooling_types], axis=1)
 
 
-def finish_rows(config: PoolerConfig, leaves: Mapping[str, Any], pooled: Float[Array, "S D"]) -> Float[Array, "S E"]:
-    """Returns the vectors of rows, float32. `leaves` are `dense_0`, `dense_1` and so on: [in, out] and a bias [out]."""
+def finish_rows(config: PoolerConfig, leaves: Mapping[str, Any], pooled: Float[Array, "S P"]) -> Float[Array, "S E"]:
+    """Returns the vectors of rows, float32. `leaves` are `dense_0`, `dense_1` and so on, by `PoolerConfig.denses`.
+
+    A projection has a weight [in, out] and a bias [out], a second one, as `dense_0_residual`, a weight [in, out]; a
+    norm has a weight and a bias of its size.
+    """
     for index, dense in enumerate(config.denses):
-        pooled = ACTIVATIONS[dense.activation](linear(_HERE, leaves[f"dense_{index}"], pooled))
+        leaf, taken = leaves[f"dense_{index}"], pooled
+        if isinstance(dense, LayerNormConfig):
+            pooled = normalize(TORCH_NORM, leaf, taken)
+            continue
+        pooled = ACTIVATIONS[dense.activation](linear(_HERE, leaf, taken))
+        if dense.projects_residual:
+            taken = linear(_HERE, leaves[f"dense_{index}_residual"], taken)
+        pooled = pooled + taken if dense.residual else pooled
     if config.classes is not None and config.classes.difference:
         pooled = pooled[:, 1:] - pooled[:, :1]
     pooled = pooled[:, : config.dimensions]

@@ -109,7 +109,7 @@ Table = dict[str, Parameter]
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers that share one page table. `window`: tokens each query sees, itself included; None for all.
+    """Layers that share one page table. `window` is that of `LayerKind`.
 
     `borrowing` are those of the layers that read another's pages and have none of their own.
     """
@@ -129,6 +129,7 @@ class KVGroup:
 class LayerKind:
     """What may differ between the layers of one model. `rope` is None in a layer without rotation.
 
+    `window`: tokens a query sees, itself included, or without causal masks those on each side of it; None for all.
     `page_owner` is the earlier layer in whose pages its keys and values are; None where it has its own pages.
     """
 
@@ -264,7 +265,7 @@ class DecoderConfig:
 
     @functools.cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer, the tokens that a query sees, itself included; None where no sequence exceeds the window."""
+        """For each layer, its window; None where no sequence exceeds it."""
         limits = (kind.window for kind in self.layers)
         return tuple(None if limit is None or limit >= self.max_model_len else limit for limit in limits)
 

@@ -12,6 +12,8 @@ QUANTIZATION_KEY = "quantization_config"
 MODELOPT = "modelopt"  # the method of quantization that has a file of its own beside config.json
 REQUIRED = object()  # the default of a key that files must have
 
+MATRYOSHKA_KEYS = ("is_matryoshka", "matryoshka_dimensions")  # whether vectors may be cut, and to how many numbers
+
 # fmt: off
 # Keys that never change what an inference pass computes, whatever their value.
 _HARMLESS = frozenset({
@@ -32,6 +34,7 @@ _HARMLESS = frozenset({
     # the tokenizer's words and limit, and what a model card says
     "bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token",
     "additional_special_tokens", "model_max_length", "base_model", "base_model_name_or_path", "license",
+    *MATRYOSHKA_KEYS,
 })
 # fmt: on
 

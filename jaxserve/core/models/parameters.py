@@ -20,6 +20,7 @@ import numpy as np
 from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.embedding import AddedEmbeddings
 from jaxserve.core.layers.mlp import MLPConfig
+from jaxserve.core.layers.pooling import TORCH_NORM, LayerNormConfig
 from jaxserve.core.models.base import (
     CheckpointLayer,
     DecoderConfig,
@@ -63,19 +64,25 @@ def trunk_params(config: DecoderConfig, trunk: Trunk) -> Table:
 
 
 def dense_params(config: DecoderConfig) -> Table:
-    """Returns the projections of the pooler."""
+    """Returns what follows the pooling. Its tensors are in folders, whose names are in front of theirs."""
     table: Table = {}
+    wide = dataclasses.replace(config, dtype="float32", norm=TORCH_NORM)
     for index, dense in enumerate(config.pooler.denses):
+        leaf = f"dense_{index}"
+        if isinstance(dense, LayerNormConfig):
+            table |= wide_norm_params(wide, leaf, dense.module, dense.size)
+            continue
         build, num_rows = transpose, dense.out_size
         if dense.rows is not None:  # of the embedding, or of a head that is not kept
             build, num_rows = partial(transpose, order=np.array(dense.rows)), config.vocab_size
-        shape = dense.in_size, dense.out_size
-        found = linear_params(
-            config, f"dense_{index}", {dense.module: num_rows}, shape, (None, None), build, bias=dense.bias
-        )
+        shape, axes, modules = (dense.in_size, dense.out_size), (None, None), {dense.module: num_rows}
+        found = linear_params(wide, leaf, modules, shape, axes, build, bias=dense.bias)
         for name, each in found.items():
             source = dataclasses.replace(each.source, part=dense.rows is not None)
-            table[name] = Parameter(dataclasses.replace(each.spec, dtype="float32"), source)
+            table[name] = Parameter(each.spec, source)
+        if dense.projects_residual:
+            modules = {f"{dense.module.rpartition('/')[0]}/residual": dense.out_size}
+            table |= linear_params(wide, f"{leaf}_residual", modules, shape, axes, transpose, bias=False)
     return table
 
 

@@ -105,7 +105,7 @@ def run_forward(
         logits = compute_logits(model.config, params, last)
     else:
         normalize = partial(normalize_last, model.config, params)
-        last = pool_rows(model.config.pooler.pooling_type, normalize, hidden, inputs.query_start_loc)
+        last = pool_rows(model.config.pooler.pooling_types, normalize, hidden, inputs.query_start_loc)
         logits = None
     lines = RowLines.join(inputs.row_ids, inputs.is_sampled, inputs.sampling)
     states = HiddenStates(last, hidden if bucket.is_mixed and model.generates else None)

@@ -175,7 +175,8 @@ def _make_prompt_logprobs(engine: EnginePrograms, tokens: int) -> Program:
 
 def _make_embed(engine: EnginePrograms, rows: int) -> Program:
     inputs, config = engine.inputs, engine.model.config
-    last = inputs.spec((rows, config.hidden_size), config.dtype if engine.model.generates else jnp.float32)
+    size = config.pooler.count_pooled(config.hidden_size)
+    last = inputs.spec((rows, size), config.dtype if engine.model.generates else jnp.float32)
     arguments = embedding_params(inputs.params), last
     return Program(partial(embed, model=engine.model), arguments, results=(inputs.replicated,))
 

@@ -106,7 +106,7 @@ class SafetensorsCheckpoint:
 def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
     """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` lists, in the directory `path`.
 
-    The tensors of a pooler's projections are in folders, whose names are in front of theirs: `2_Dense/linear.bias`.
+    The tensors of what follows a pooler are in folders, whose names are in front of theirs: `2_Dense/linear.bias`.
 
     Raises WeightsError (field = the file) when files are missing, truncated or corrupt; when both files exist and the
     index does not list the single file; and when the index and the shards disagree: a listed tensor is not in its
@@ -118,9 +118,9 @@ def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
         if single.exists() and SINGLE_FILE not in weight_map.values():
             message = f"{SINGLE_FILE} and {INDEX_FILE} are both there; remove the one that is out of date"
             raise WeightsError(message, field=str(path))
-        return SafetensorsCheckpoint(path, _open_shards(path, weight_map, str(index)) | _open_denses(path))
+        return SafetensorsCheckpoint(path, _open_shards(path, weight_map, str(index)) | _open_modules(path))
     if single.exists():
-        return SafetensorsCheckpoint(path, _map_file(single) | _open_denses(path))
+        return SafetensorsCheckpoint(path, _map_file(single) | _open_modules(path))
     raise WeightsError(_describe_missing(path), field=str(path))
 
 
@@ -186,8 +186,8 @@ def _open_shards(path: Path, weight_map: Mapping[str, str], index: str) -> dict[
     return locations
 
 
-def _open_denses(path: Path) -> dict[str, _Location]:
-    files = sorted(path.glob(f"[0-9]*_Dense/{SINGLE_FILE}"))
+def _open_modules(path: Path) -> dict[str, _Location]:
+    files = sorted(file for kind in ("Dense", "LayerNorm") for file in path.glob(f"[0-9]*_{kind}/{SINGLE_FILE}"))
     return {f"{file.parent.name}/{name}": found for file in files for name, found in _map_file(file).items()}
 
 

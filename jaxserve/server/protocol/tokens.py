@@ -56,6 +56,7 @@ class EmbeddingRequest(EngineFields):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[Integer, Field(ge=1)] | None = None
+    prompt_name: str | None = None
     foreign: ClassVar[ForeignFields] = EMBEDDING_FIELDS
 
 

@@ -15,7 +15,8 @@ from fastapi import APIRouter, Request
 from pydantic_core import to_json as encode_numbers
 from starlette.responses import Response
 
-from jaxserve.errors import DeadlineError, InvalidRequestError
+from jaxserve.engine.pooling import require_dimensions
+from jaxserve.errors import DeadlineError
 from jaxserve.request import Request as EngineRequest
 from jaxserve.server.body import prepare, read_body
 from jaxserve.server.errors import ApiError
@@ -39,9 +40,8 @@ async def create_embeddings(http: Request) -> Response:
     state = get_state(http)
     body = await read_body(http, EmbeddingRequest, state)
     model = state.check_model(body.model)
-    width = state.engine.model.embedding_size
-    if body.dimensions is not None and body.dimensions > width:
-        raise InvalidRequestError(f"at most {width}, got {body.dimensions}", field="dimensions", value=body.dimensions)
+    if body.dimensions is not None:
+        require_dimensions(state.engine.model, body.dimensions)
     with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
         requests = name_requests(await prepare(http, body, state, _make_requests), http)
         return make_json_response(await run_while_connected(http, _embed(body, model, requests, http), state))
@@ -53,7 +53,7 @@ def _make_requests(body: EmbeddingRequest, state: ServerState, options: dict[str
     for each in prompts:
         check_length(each.get("prompt"), state, "input", cuts=cut is not None)
     schedule = {name: value for name, value in options.items() if name != "compile_grammar"}  # texts have none
-    return [make(each, truncate_prompt_tokens=cut, **schedule) for each in prompts]
+    return [make(each, truncate_prompt_tokens=cut, prompt_name=body.prompt_name, **schedule) for each in prompts]
 
 
 async def _embed(body: EmbeddingRequest, model: str, requests: Sequence[EngineRequest], http: Request) -> bytes:

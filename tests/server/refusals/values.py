@@ -102,6 +102,7 @@ EMBEDDINGS: list[Row] = [
     *(({"input": value}, "input") for value in ([-1], [1536], [2**70], [[1], [1536]])),
     ({"input": ["a", 5]}, "input[1]"),
     *(({"dimensions": value}, "dimensions") for value in (0, -1, 257, 10**6, 2**70)),
+    ({"prompt_name": "query"}, "prompt_name"),
     ({"encoding_format": "hex"}, "encoding_format"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"priority": 2**40}, "priority"),
