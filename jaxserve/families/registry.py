@@ -188,6 +188,7 @@ def _unsupported(hf_config: Mapping[str, object], field: str, value: object, kno
     nearest = difflib.get_close_matches(str(name)[:100], known, n=1) if len(known) > 1 else []
     message = f"{shorten(value)} is not supported{f' ({kind})' if kind else ''}; known are {', '.join(known.values())}"
     message += f", of which {known[nearest[0]]} is the nearest" if nearest else ""
+    message += "; the code that its auto_map names is never run" if hf_config.get("auto_map") else ""
     return ConfigError(message, field=field, value=value)
 
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _MULTIMODAL = "it reads images or sound; give a text-only checkpoint"
 _NO_GENERATOR = "it does not generate text, and is no embedding model that is served"
 _CLASSIFIER = "a classifier or reranker of an architecture that is not served as one"
+_RELATIVE = "its attention adds relative positions, which are not served"
+_ALIBI = "its attention has ALiBi in place of positions, which is not served"
+_LATE = "it gives a vector for each token, for late interaction, which is not served"
+# Encoders by what they lack here: the `model_type`, then `position_embedding_type`, then a part of the architecture.
+_TYPES = {
+    "mpnet": _RELATIVE,
+    "t5": _RELATIVE,
+    "mt5": _RELATIVE,
+    "umt5": _RELATIVE,
+    "deberta": "its attention is disentangled from positions (DeBERTa), which is not served",
+    "deberta-v2": "its attention is disentangled from positions (DeBERTa), which is not served",
+    "colmodernvbert": _LATE,
+}
+_POSITIONS = {"alibi": _ALIBI, "relative_key": _RELATIVE, "relative_key_query": _RELATIVE}
+_PARTS = {"jinabert": _ALIBI, "colbert": _LATE, "splade": "its vectors are sparse (SPLADE), which are not served"}
 # Config keys that are set in one kind of model only, and what the error says; the first match counts.
 _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("vision_config", "audio_config", "vision_tower", "mm_vision_tower", "visual", "embd_layer"), _MULTIMODAL),
@@ -21,16 +36,25 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 def describe_kind(hf_config: Mapping[str, object]) -> str | None:
     """Returns which unsupported kind of model a config.json describes, and what to give instead; None if none."""
-    for keys, kind in _KINDS:
-        if any(hf_config.get(key) for key in keys):
-            return kind
+    architectures = hf_config.get("architectures")
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    found = _describe_encoder(hf_config, names)
+    found = found or next((kind for keys, kind in _KINDS if any(hf_config.get(key) for key in keys)), None)
+    if found is not None:
+        return found
     text = hf_config.get("text_config")
     if isinstance(text, Mapping):
         return describe_kind(text) or _MULTIMODAL
-    architectures = hf_config.get("architectures")
-    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     if any(name.endswith("ForSequenceClassification") for name in names):
         return _CLASSIFIER
     if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         return _NO_GENERATOR
     return None
+
+
+def _describe_encoder(hf_config: Mapping[str, object], names: Iterable[str]) -> str | None:
+    """Returns what an encoder has that is not served; `names` are its architectures."""
+    for key, known in (("model_type", _TYPES), ("position_embedding_type", _POSITIONS)):
+        if str(hf_config.get(key)) in known:
+            return known[str(hf_config[key])]
+    return next((kind for part, kind in _PARTS.items() if any(part in name.lower() for name in names)), None)

@@ -192,6 +192,17 @@ def with_modules(*modules: tuple[str, str]) -> dict[str, Any]:
 PACKAGE = "sentence_transformers.models"
 BASE = (("", f"{PACKAGE}.Transformer"), ("1_Pooling", f"{PACKAGE}.Pooling"))
 DENSE = {**with_modules(*BASE, ("2_Dense", f"{PACKAGE}.Dense"))}
+SPLADE = "sentence_transformers.sparse_encoder.models.{}"
+JINA_V2 = {
+    "architectures": ["JinaBertForMaskedLM"],
+    "position_embedding_type": "alibi",
+    "auto_map": {"AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel"},
+}
+JINA_V3 = {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"], "lora_adaptations": ["retrieval.query"]}
+NOMIC_V2 = PUBLISHED["nomic-embed-text-v1.5"]["config.json"] | {
+    "moe_every_n_layers": 2,
+    "position_embedding_type": None,
+}
 SIZES = {"in_features": 384, "out_features": 8}
 
 
@@ -253,7 +264,19 @@ SIZES = {"in_features": 384, "out_features": 8}
         ({"config.json": {"position_embedding_type": "relative_key"}}, "position_embedding_type"),
         ({"config.json": {"is_decoder": True}}, "is_decoder"),
         ({"config.json": {"architectures": ["BertForMultipleChoice"]}}, "BertForMultipleChoice"),
-        ({"config.json": {"model_type": "mpnet", "architectures": ["MPNetModel"]}}, "mpnet"),
+        ({"config.json": {"model_type": "mpnet", "architectures": ["MPNetModel"]}}, "mpnet.*relative positions"),
+        ({"config.json": {"model_type": "t5", "architectures": ["T5EncoderModel"]}}, "t5.*relative positions"),
+        ({"config.json": {"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}}, "DeBERTa"),
+        ({"config.json": JINA_V2}, "ALiBi.*auto_map names is never run"),
+        ({"config.json": {"architectures": ["HF_ColBERT"]}}, "for late interaction"),
+        (with_modules(BASE[0], ("1_Dense", "pylate.models.Dense.Dense")), "module 'pylate.models.Dense.Dense' is not"),
+        (
+            with_modules(("", SPLADE.format("MLMTransformer")), ("1_SpladePooling", SPLADE.format("SpladePooling"))),
+            "MLM",
+        ),
+        (with_modules(*BASE, ("2_CNN", f"{PACKAGE}.CNN")), "CNN' is not read"),
+        ({"config.json": JINA_V3}, "lora_adaptations"),
+        ({"config.json": NOMIC_V2}, "moe_every_n_layers"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
