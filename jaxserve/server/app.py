@@ -18,7 +18,7 @@ from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.gate import AccessLog, AdminGuard, Guard, HeadRequests
 from jaxserve.server.keys import Keys
 from jaxserve.server.openapi import install_document
-from jaxserve.server.routes import admin, chat, completions, embeddings, health, messages, responses, tokens
+from jaxserve.server.routes import admin, chat, completions, embeddings, health, messages, pooling, responses, tokens
 from jaxserve.server.server_state import ServerApp, ServerState, get_state
 
 _PAGE_HEADERS = {
@@ -62,7 +62,7 @@ def make_api(state: ServerState, *, has_keys: bool = False) -> FastAPI:
         redirect_slashes=False,
         exception_handlers=_HANDLERS,
     )
-    for module in (completions, chat, responses, messages, embeddings, tokens, health):
+    for module in (completions, chat, responses, messages, embeddings, pooling, tokens, health):
         app.include_router(module.router)
     _add_page(app)
     install_document(app, state.config.access, has_keys=has_keys)

@@ -12,7 +12,10 @@ from typing import Any, BinaryIO
 
 from jaxserve.errors import ConfigError, shorten
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"),
+    *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling", "/v2/embed"),
+)
 MAX_LINE = 64 * 2**20  # bytes; longer input lines are errors
 _HEAD = b'{"id":"batch_req_'  # begins every output line
 _BOM = b"\xef\xbb\xbf"

@@ -21,6 +21,7 @@ from jaxserve.structured_params import StructuredOutputsParams
 
 _PREPARE_HERE = 2048  # bytes; smaller bodies are rendered and tokenized on the event loop
 _SLOW_FIELDS = ("response_format", "structured_outputs", "text", "tools", "output_config", "bad_words", "chat_template")
+_LISTS = ("prompt", "input", "documents", "texts", "text_1", "text_2", "queries")  # fields that may have many texts
 _PARSE_HERE = 64 * 2**10  # bytes; smaller bodies are parsed on the event loop, in a few milliseconds at most
 # Parsing time depends on the number of members more than on bytes, and the parser holds the GIL: a million keys take
 # a second.
@@ -120,7 +121,7 @@ def _is_short(request: Request, body: Body) -> bool:
     length = request.headers.get("content-length", "")
     if not (length.isdigit() and int(length[:20]) <= _PREPARE_HERE):
         return False
-    if isinstance(getattr(body, "prompt", None), list) or isinstance(getattr(body, "input", None), list):
+    if any(isinstance(getattr(body, name, None), list) for name in _LISTS):
         return False
     return all(getattr(body, name, None) is None for name in _SLOW_FIELDS)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.server.server_state import ServerState
+from jaxserve.tokenizers.pairs import PairTemplate
 
 _MARKS = ("Mark one.", "Mark two.", "Mark three.", "Mark four.")
 _SWITCHES = ("enable_thinking", "thinking")  # variables that switch reasoning on and off, by families' names
+_pairs: dict[str, PairTemplate] = {}  # of the server's template
 _known: dict[str, bool] = {}  # whether a template shows system turns; a server has one template
 
 
@@ -64,6 +66,29 @@ def _has_turns(text: str) -> bool:
         if not found or (mark != _MARKS[0] and not between.strip()):
             return False
     return True
+
+
+def find_pair_template(state: ServerState, brought: str | None) -> PairTemplate | None:
+    """Returns the template of a reranker's prompts: the request's, or the server's; None: the model's own.
+
+    Raises:
+        InvalidRequestError: this server renders no templates of requests.
+        TokenizerError: it shows no pairs.
+    """
+    from jaxserve.tokenizers.pairs import require_pair_template
+
+    if brought is not None and not state.config.serving.allow_request_chat_template:
+        message = "this server does not render templates of requests (allow_request_chat_template)"
+        raise InvalidRequestError(message, field="chat_template", value=brought)
+    model, tokenizer = state.engine.model, state.engine.tokenizer
+    text = brought or (state.chat_template if model.pooler.classes is not None and model.causal else None)
+    if text is None or tokenizer is None:
+        return None
+    if brought is not None:
+        return require_pair_template(text, tokenizer, state.preparation.choose_renderer())
+    if text not in _pairs:
+        _pairs[text] = require_pair_template(text, tokenizer, state.preparation.choose_renderer())
+    return _pairs[text]
 
 
 def _find_template(state: ServerState) -> str | None:

@@ -12,6 +12,7 @@ import pytest
 import jaxserve
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.fields import StreamOptions
+from jaxserve.server.protocol.pooling import RerankRequest
 from jaxserve.server.protocol.tokens import EmbeddingRequest
 from jaxserve.vllm_names import ARGUMENTS, ATTRIBUTES, MODULES, OBJECTS
 from jaxserve.vllm_options import OTHER_NAMES, VLLM_OPTIONS, VllmOption
@@ -56,6 +57,7 @@ def test_names_of_the_page_exist() -> None:
         assert all(getattr(jaxserve, name.strip()) for name in names.split(","))
     fields = re.findall(r"^\| (`.*?) \|", PAGE[PAGE.index("## Bodies") :], flags=re.M)
     known = {*ChatCompletionRequest.model_fields, *ChatCompletionRequest.foreign, *EmbeddingRequest.foreign}
+    known |= {*RerankRequest.model_fields, *RerankRequest.foreign}
     known |= {f"stream_options.{name}" for name in StreamOptions.model_fields}
     names = {name for row in fields for name in re.findall(r"`([\w.]+)", row)}
     assert len(names) > 8 and names <= known

@@ -32,7 +32,8 @@ POOLER = replace(LAST, trained_sizes=(1,))
 @contextmanager
 def serve_embeddings(queued: int | None = 4 * ROWS) -> Iterator[Served]:
     with serve(rows=ROWS, queue=(queued, None)) as served:
-        served.llm.ready.shapes.model = SimpleNamespace(embedding_size=2, pooler=POOLER, vocab_size=1009)  # type: ignore[misc]
+        model = SimpleNamespace(embedding_size=2, pooler=POOLER, vocab_size=1009, generates=False)
+        served.llm.ready.shapes.model = model  # type: ignore[misc]
         yield served
 
 

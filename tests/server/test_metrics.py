@@ -91,6 +91,7 @@ def observe_everything(metrics: ServerMetrics) -> None:
     metrics.observe_gap(tally, 0.01, 2)
     finish(metrics, make_output(5, 4), 16, 2, num_streamed=3)
     metrics.observe_http("/v1/completions", "POST", 200, 0.3)
+    metrics.count_texts("rerank", 2, 9)
     for event in EVENTS:
         metrics.count(event)
 

@@ -9,7 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.server.protocol.foreign import EMBEDDING_FIELDS, SAMPLING_FIELDS, TOKENIZE_FIELDS
+from jaxserve.server.protocol.foreign import (
+    COHERE_FIELDS,
+    EMBEDDING_FIELDS,
+    POOLING_FIELDS,
+    SAMPLING_FIELDS,
+    TOKENIZE_FIELDS,
+)
 from tests.server.refusals import CHAT, EMBED, GOOD, HELLO, RESPOND, TEXT, check_error
 from tests.server.refusals.refusal import JSON
 
@@ -38,6 +44,8 @@ NEUTRAL: dict[str, list[dict[str, Any]]] = {
         dict.fromkeys(EMBEDDING_FIELDS),
         {"normalize": True, "embed_dtype": "float32", "endianness": "native", "add_special_tokens": True},
     ],
+    **{key: [dict.fromkeys(POOLING_FIELDS), {"encoding_format": "float"}] for key in ("/rerank", "/score", "/pooling")},
+    "/v2/embed": [dict.fromkeys(COHERE_FIELDS)],
     "/tokenize": [dict.fromkeys(TOKENIZE_FIELDS)],
 }
 WHOLE_NUMBERS: dict[str, tuple[str, ...]] = {
@@ -45,6 +53,7 @@ WHOLE_NUMBERS: dict[str, tuple[str, ...]] = {
     CHAT: ("max_tokens", "max_completion_tokens", "n", "seed", "top_k", "min_tokens", "priority"),
     RESPOND: ("max_output_tokens", "seed", "top_k", "min_tokens", "priority"),
     EMBED: ("dimensions", "priority", "truncate_prompt_tokens"),
+    "/rerank": ("top_n", "priority", "truncate_prompt_tokens"),
 }
 
 

@@ -26,6 +26,7 @@ from tests.server.running import RunningServer, run_server
 EXAMPLES = scale_examples(100)  # of each operation, right and wrong ones
 WORK = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize")
 WORK += ("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens")
+WORK += ("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling", "/v2/embed")
 ENDLESS = ("GET", "/live")  # a stream that does not end: its test reads some of it
 OPERATIONS = [
     *(("POST", path) for path in WORK),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.core.layers.pooling import LAST
 from jaxserve.engine.generation_config import GenerationDefaults
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.sampling_params import SamplingParams
@@ -28,7 +29,7 @@ class Front:
     def __init__(self, folder: Path) -> None:
         make_panicking(folder)
         self.tokenizer: Any = load_tokenizer(folder)
-        model = SimpleNamespace(max_model_len=64, vocab_size=50, embedding_size=8, generates=True)
+        model = SimpleNamespace(max_model_len=64, vocab_size=50, embedding_size=8, generates=True, pooler=LAST)
         options: dict[str, Any] = {"eos_token_ids": (), "seed": 0, "max_model_len": 64, "max_logprobs": 5}
         state = make_state()
         state.llm = wrap_engine(

@@ -41,6 +41,7 @@ GUARDED = (
         "/v1/chat/completions",
         "/v1/responses",
         "/v1/embeddings",
+        *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling", "/v2/embed"),
         "/nothing",
         "/v1",
     ),

@@ -176,6 +176,12 @@ class Page(Collector):
         finished = [((reason,), count) for reason, count in metrics.finished.items()]
         text = "Requests that ended, by finish reason, abort and error included."
         yield self._make(CounterMetricFamily, "request_success_total", text, finished, "finished_reason")
+        for name, text, by_task in (
+            ("pooled_texts_total", "Texts that were embedded, classified or scored, by task.", metrics.texts),
+            ("pooled_tokens_total", "Tokens of these texts, by task.", metrics.text_tokens),
+        ):
+            counts = [((task,), float(count)) for task, count in by_task.items()]
+            yield self._make(CounterMetricFamily, name, text, counts, "task")
         for name, text, read in _TALLIES:
             counts = [(key, read(tally)) for key, tally in metrics.tallies.items()]
             yield self._make(CounterMetricFamily, name, text, counts, "tenant", "service_tier")

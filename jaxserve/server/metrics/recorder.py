@@ -81,6 +81,8 @@ class ServerMetrics:
         self.tallies: dict[tuple[str, str], Tally] = {}  # by tenant's label and tier
         self.finished = {reason.value: 0 for reason in FinishReason}
         self.events: dict[str, int] = dict.fromkeys(EVENTS, 0)
+        self.texts: dict[str, int] = {}  # by task, of requests that generate nothing
+        self.text_tokens: dict[str, int] = {}
         self.http_requests: dict[tuple[str, str, str], int] = {}
         self.http_seconds: dict[tuple[str, str], Histogram] = {}
         self._handlers: set[str] = set()
@@ -189,6 +191,11 @@ class ServerMetrics:
     def end_request(self, reason: str) -> None:
         """Counts a request that ended without a last output: "abort" if its client left, "error" if it failed."""
         self.finished[reason] += 1
+
+    def count_texts(self, task: str, texts: int, tokens: int) -> None:
+        """Counts texts that were embedded, classified or scored."""
+        self.texts[task] = self.texts.get(task, 0) + texts
+        self.text_tokens[task] = self.text_tokens.get(task, 0) + tokens
 
     def observe_http(self, handler: str | None, method: str, status: int, seconds: float) -> None:
         """Records an answered HTTP request; `handler` is its route's path template, None if no route matched."""

@@ -13,7 +13,7 @@ from jaxserve.server.protocol.foreign import SAMPLING_FIELDS, ForeignFields, is_
 from jaxserve.structured_params import StructuredOutputsParams
 
 
-class _AtFirst(FailFast):
+class AtFirst(FailFast):
     """Refuses a list at its first invalid item: a report of every item would be longer than the list."""
 
     __hash__ = object.__hash__  # pydantic's own does not work in a union
@@ -44,10 +44,10 @@ def _refuse_tier(value: Any) -> Any:
 
 
 Integer = Annotated[int, BeforeValidator(_to_integer)]
-Texts = Annotated[list[str], _AtFirst()]
-Ids = Annotated[list[int], _AtFirst()]
-Objects = Annotated[list[dict[str, Any]], _AtFirst()]
-Prompts = str | Texts | Ids | Annotated[list[Ids], _AtFirst()]
+Texts = Annotated[list[str], AtFirst()]
+Ids = Annotated[list[int], AtFirst()]
+Objects = Annotated[list[dict[str, Any]], AtFirst()]
+Prompts = str | Texts | Ids | Annotated[list[Ids], AtFirst()]
 Labels = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], _at_most(16)]
 
 

@@ -52,6 +52,25 @@ EMBEDDING_FIELDS: ForeignFields = {
     "mm_processor_kwargs": (({},), _IS_TEXT),
     "request_id": ((), "send the header X-Request-Id"),
 }
+POOLING_FIELDS: ForeignFields = {
+    **dict.fromkeys(("data_1", "data_2", "items"), ((), "send text_1 and text_2, or queries and documents")),
+    "activation": ((True,), "send use_activation"),
+    "softmax": ((True,), "send use_activation"),
+    "instruction": ((), "put it into the query, or into the chat template"),
+    "max_chunks_per_doc": ((1,), "a document is read as one text; send max_tokens_per_doc"),
+    "rank_fields": ((["text"],), "a document is its text"),
+    "encoding_format": (("float",), "answers are numbers; /v1/embeddings has base64"),
+    "embed_dtype": (("float32",), "vectors are float32"),
+    "add_special_tokens": ((True,), "send token ids for a text without them"),
+    "messages": ((), "send their text"),
+    "chat_template_kwargs": (({},), "send the whole chat_template"),
+    "mm_processor_kwargs": (({},), _IS_TEXT),
+    "request_id": ((), "send the header X-Request-Id"),
+}
+COHERE_FIELDS: ForeignFields = {
+    "images": (([],), _IS_TEXT),
+    "inputs": (([],), "send texts"),
+}
 TOKENIZE_FIELDS: ForeignFields = {
     "chat_template": ((), "the server's own template is used"),
     "mm_processor_kwargs": (({},), _IS_TEXT),

@@ -82,6 +82,7 @@ class ModelCard(BaseModel):
     root: str
     parent: str | None = None
     max_model_len: int
+    tasks: list[str]
 
 
 class ModelList(BaseModel):

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from jaxserve.engine.pooling import list_tasks
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.server.body import read_body
 from jaxserve.server.conversation import Conversation, list_template_options
@@ -55,6 +56,7 @@ def _describe_model(state: ServerState, name: str) -> dict[str, Any]:
         "root": state.engine_config.model.model,
         "parent": None,
         "max_model_len": state.engine.max_model_len,
+        "tasks": list(list_tasks(state.engine.model)),
     }
 
 

@@ -13,16 +13,22 @@ from pydantic import BaseModel
 
 from jaxserve.server.protocol.chat import ChatCompletionRequest
 from jaxserve.server.protocol.completions import CompletionRequest
+from jaxserve.server.protocol.pooling import CohereEmbedRequest, PoolingRequest, RerankRequest, ScoreRequest
 from jaxserve.server.protocol.responses import ResponseRequest
 from jaxserve.server.protocol.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 TEXT, CHAT, RESPOND, EMBED = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"
+RERANK, SCORE, POOL, COHERE = "/rerank", "/score", "/pooling", "/v2/embed"
 HELLO = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {  # a body of each endpoint that is served
     TEXT: (CompletionRequest, {"prompt": "Once upon a time", "max_tokens": 3}),
     CHAT: (ChatCompletionRequest, {"messages": HELLO, "max_tokens": 3}),
     RESPOND: (ResponseRequest, {"input": "hi", "max_output_tokens": 3}),
     EMBED: (EmbeddingRequest, {"input": "hi"}),
+    RERANK: (RerankRequest, {"query": "hi", "documents": ["hi"]}),
+    SCORE: (ScoreRequest, {"text_1": "hi", "text_2": "hi"}),
+    POOL: (PoolingRequest, {"input": "hi"}),
+    COHERE: (CohereEmbedRequest, {"texts": ["hi"]}),
     "/tokenize": (TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [100]}),
 }
