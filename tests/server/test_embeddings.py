@@ -24,8 +24,6 @@ from tests.server.test_live import Served, run, serve
 ROWS = 2
 TEXTS = [[number % 7, number, 5] for number in range(40)]
 PATH = "/v1/embeddings"
-
-
 POOLER = replace(LAST, trained_sizes=(1,))
 
 
@@ -105,8 +103,8 @@ def test_both_forms_are_the_same_numbers() -> None:
 
 
 def test_bodies_do_not_refuse_each_other() -> None:
-    """Eight of forty texts with two rows and a queue of eight: together they are 40 times what the queue holds."""
-    with serve_embeddings() as served:
+    """Eight of forty texts: together twenty times what the queue holds, but each sends no more than there are rows."""
+    with serve_embeddings(8 * ROWS) as served:
 
         async def test() -> None:
             for answer in await ask(served, *[{"input": TEXTS}] * 8):
