@@ -73,8 +73,8 @@ def parse_model(hf_config: dict[str, Any], tensor_parallel_size: int) -> Decoder
 
     model = parse_config(hf_config)
     expanded = fit_devices(model, tensor_parallel_size)
-    pairs = zip(model.layers, expanded.layers, strict=True)
-    heads = {one.attention.num_kv_heads for one, wide in pairs if one.attention.latent is None and one != wide}
+    pairs = zip(model.attentions, expanded.attentions, strict=True)
+    heads = {one.num_kv_heads for one, wide in pairs if one.latent is None and one != wide}
     if heads:
         message = f"{tensor_parallel_size} devices would store copies of {min(heads)} KV heads; use fewer"
         raise ConfigError(message, field="tensor_parallel_size", value=tensor_parallel_size)

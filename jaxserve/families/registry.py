@@ -58,7 +58,9 @@ from jaxserve.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     roberta,
     smollm3,
     starcoder2,
@@ -95,6 +97,11 @@ FAMILIES: dict[str, Family] = {
         mixtral.FAMILY,
         qwen2_moe.FAMILY,
         qwen3_moe.FAMILY,
+        qwen3_next.FAMILY,
+        qwen3_5.FAMILY,
+        qwen3_5.MULTIMODAL_FAMILY,
+        qwen3_5.MOE_FAMILY,
+        qwen3_5.MULTIMODAL_MOE_FAMILY,
         olmoe.FAMILY,
         gpt_oss.FAMILY,
         glm4_moe.FAMILY,
@@ -124,7 +131,7 @@ KV_SCALE_NAMES = ("self_attn.{part}_scale", "self_attn.{part}_proj.{part}_scale"
 
 def find_kv_scales(config: DecoderConfig, shape_of: Mapping[str, tuple[int, ...]]) -> KVScales | None:
     """Returns the scales of 8-bit keys and values in a checkpoint with these tensor shapes, None if it has none."""
-    prefix = f"{FAMILIES[config.family].trunk.layers}.0"
+    prefix = f"{FAMILIES[config.family].trunk.layers}.{next((group.layers[0] for group in config.kv_groups), 0)}"
     for name in KV_SCALE_NAMES:
         shape = shape_of.get(f"{prefix}.{name.format(part='k')}")
         if shape is not None:

@@ -11,7 +11,7 @@ _RELATIVE = "its attention adds relative positions, which are not served"
 _ALIBI = "its attention has ALiBi in place of positions, which is not served"
 _LATE = "it gives a vector for each token, for late interaction, which is not served"
 # Encoders by what they lack here: the `model_type`, then `position_embedding_type`, then a part of the architecture.
-_TYPES = {
+_ENCODERS = {
     "mpnet": _RELATIVE,
     "t5": _RELATIVE,
     "mt5": _RELATIVE,
@@ -33,12 +33,26 @@ _KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
 )
 
+_RECURRENT = "whose recurrent state is not served yet"
+# Beginnings of model types whose layers no family has, and what the error says.
+_RECURRENT_TYPES: dict[str, str] = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), f"it has Mamba layers, {_RECURRENT}"),
+    **dict.fromkeys(("zamba", "jamba", "bamba", "falcon_h1"), f"it has Mamba layers, {_RECURRENT}"),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), f"it has Mamba-2 layers, {_RECURRENT}"),
+    "rwkv": f"it has RWKV layers, {_RECURRENT}",
+    "lfm2": f"it has short convolutions, {_RECURRENT}",
+    **dict.fromkeys(("kimi_linear", "bailing_moe_v3"), f"it has Kimi Delta Attention, {_RECURRENT}"),
+    "olmo_hybrid": f"it has Gated DeltaNet in a form of its own, {_RECURRENT}",
+    "qwen4_exp": "it has an indexer and hyper connections, which are not served yet",
+    "glm5_next": "it has an indexer, which is not served yet",
+}
+
 
 def describe_kind(hf_config: Mapping[str, object]) -> str | None:
     """Returns which unsupported kind of model a config.json describes, and what to give instead; None if none."""
     architectures = hf_config.get("architectures")
     names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
-    found = _describe_encoder(hf_config, names)
+    found = _describe_encoder(hf_config, names) or _describe_recurrence(str(hf_config.get("model_type")))
     found = found or next((kind for keys, kind in _KINDS if any(hf_config.get(key) for key in keys)), None)
     if found is not None:
         return found
@@ -54,7 +68,12 @@ def describe_kind(hf_config: Mapping[str, object]) -> str | None:
 
 def _describe_encoder(hf_config: Mapping[str, object], names: Iterable[str]) -> str | None:
     """Returns what an encoder has that is not served; `names` are its architectures."""
-    for key, known in (("model_type", _TYPES), ("position_embedding_type", _POSITIONS)):
+    for key, known in (("model_type", _ENCODERS), ("position_embedding_type", _POSITIONS)):
         if str(hf_config.get(key)) in known:
             return known[str(hf_config[key])]
     return next((kind for part, kind in _PARTS.items() if any(part in name.lower() for name in names)), None)
+
+
+def _describe_recurrence(model_type: str) -> str | None:
+    """Returns which layers with a state a type of model has that are not served."""
+    return next((kind for name, kind in _RECURRENT_TYPES.items() if model_type.startswith(name)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .gemma4_cases import list_gemma4_cases
+from .hybrid_cases import list_hybrid_cases
 from .latent_cases import list_latent_cases
 from .moe_cases import list_moe_cases
 from .newer_cases import (
@@ -295,4 +296,5 @@ ALL_CASES: tuple[Case, ...] = (
     *list_layer_norm_cases(),
     *list_moe_cases(),
     *list_latent_cases(),
+    *list_hybrid_cases(),
 )

@@ -61,6 +61,7 @@ def choose_norm_centre(case: Case, name: str) -> float:
     does not divide scores by the root of a head's size: small norms of q and k keep its attention soft.
     """
     is_gemma, is_gemma4 = case.family.startswith("gemma"), case.family.startswith("gemma4")
+    is_hybrid = case.family.startswith(("qwen3_next", "qwen3_5")) and not name.endswith("linear_attn.norm.weight")
     scale = 1.0
     if name == "model.norm.weight":
         scale = case.final_norm
@@ -68,7 +69,8 @@ def choose_norm_centre(case: Case, name: str) -> float:
         scale = 3.0
     elif is_gemma4 and ("q_norm" in name or "k_norm" in name):
         scale = 0.5
-    return scale - 1.0 if is_gemma and not is_gemma4 else scale  # older ones add one to what is stored
+    # Hybrids and older Gemmas add one to what is stored.
+    return scale - 1.0 if is_hybrid or (is_gemma and not is_gemma4) else scale
 
 
 def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -79,6 +81,8 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
         values = 0.3 * values
     elif name.endswith("sinks"):
         pass
+    elif name.endswith("A_log"):
+        values = values - 2.0  # states that last for some tokens
     elif name.endswith("router.scale"):
         values = 10.0 + 2.0 * values  # its router divides by the root of D
     elif name.endswith(("layer_scalar", "per_expert_scale")):

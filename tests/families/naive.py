@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import safe_open
 
+from jaxserve.core.layers.memory import RecurrentState
+from jaxserve.core.layers.recurrent import choose_slots
 from jaxserve.core.layers.stack import StackMode, stack_params, stack_specs
 from jaxserve.core.models.base import DecoderConfig, ParamSpec, WeightSource
 from jaxserve.core.models.decoder import compute_logits, forward, normalize_last
@@ -106,8 +108,10 @@ class NaiveRunner:
             num_pages=[num_pages] * len(specs),
         )
         self.cache = tuple(jnp.zeros(shape, config.dtype) for shape in plan.pool_shapes)
+        states = [self._make_states(*each, mesh) for each in config.states]
         if mesh is not None:
             self.cache = jax.device_put(self.cache, DEFAULT_RULES.sharding(mesh, KV_POOL_AXES))
+        self.cache = (*self.cache, *states)
         shapes = [
             AttnShape(
                 group.memory.num_heads // devices,
@@ -130,13 +134,25 @@ class NaiveRunner:
                 "impl": impl,
             }
             batches = tuple(prepare_batch(shape=shape, **rows) for shape in shapes)
-            hidden, cache, _ = forward(config, params, token_ids, cache, batches, layout=plan.layout, mesh=mesh)
+            slots = choose_slots(jnp.arange(num_rows), seq_lens, jnp.diff(query_start_loc), num_rows)
+            hidden, cache, _ = forward(
+                config, params, token_ids, cache, batches, layout=plan.layout, mesh=mesh, slots=slots
+            )
             finish = compute_logits if config.generates else normalize_last
             return finish(config, params, hidden), cache
 
         self.step = jax.jit(
             step, compiler_options={"xla_backend_optimization_level": 0}
         )  # compiling is what takes time
+
+    def _make_states(self, state: RecurrentState, num_layers: int, mesh: Mesh | None) -> dict[str, jax.Array]:
+        """The pool of a recurrent state, in which nothing is what a text that begins may see."""
+        pool = {}
+        for array in state.arrays:
+            values = jnp.full((num_layers, self.num_rows, *array.shape), 9, array.dtype)
+            sharding = None if mesh is None else DEFAULT_RULES.sharding(mesh, (None, None, *array.axes))
+            pool[array.name] = jax.device_put(values, sharding)
+        return pool
 
     def run(self, rows: Sequence[Sequence[int]], pad_to: int | None = None) -> list[np.ndarray]:
         """Appends tokens to every row and returns each row's logits [len(row), V]; padding holds odd tokens.

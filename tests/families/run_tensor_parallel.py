@@ -43,6 +43,10 @@ GEMMA4 |= {"max_position_embeddings": 64, "global_head_dim": 24, "num_hidden_lay
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": True}
 GEMMA4 |= {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
 GEMMA4_EXPERTS = GEMMA4 | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}
+HYBRID = EXPERTS | {"model_type": "qwen3_next"}
+HYBRID |= {"shared_expert_intermediate_size": 64, "linear_num_key_heads": 4}
+HYBRID |= {"linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
 ENCODER = {key: value for key, value in LLAMA.items() if key != "head_dim"} | {"model_type": "bert"}
 CASES = {
     "encoder": (ENCODER, "stacked"),
@@ -79,6 +83,8 @@ CASES = {
     "groups_of_experts": (GLM | {"first_k_dense_replace": 0}, "stacked"),
     "whole_experts_and_norms_of_projections": (MINIMAX | {"num_experts_per_tok": 3}, "stacked"),
     "latents": (DEEPSEEK, "stacked"),
+    "states_by_key_head": (HYBRID, "stacked"),
+    "states_by_key_head_unrolled": (HYBRID | {"layer_types": ["full_attention", "linear_attention"]}, "unrolled"),
     "latents_of_keys_only_unrolled": (DEEPSEEK | {"q_lora_rank": None}, "unrolled"),
 }
 DRAFTER = "eagle3"
@@ -92,7 +98,11 @@ EXPERT_PARALLEL = (
 
 def list_split_axes(leaves: object, *, by_expert: bool) -> dict[str, int]:
     """The axis along which four devices share each large leaf of a layer."""
-    attention = {"qkv": -1, "o": -2} if "qkv" in leaves else {"q_b": -1, "k_b": -3, "v_b": -3, "o": -2}
+    attention = {"q_b": -1, "k_b": -3, "v_b": -3, "o": -2}
+    if "qkvz" in leaves:
+        attention = {"qkvz": -1, "ba": -1, "o": -2}
+    elif "qkv" in leaves:
+        attention = {"qkv": -1, "o": -2}
     if "experts" not in leaves:
         return attention | {"gate_up" if "gate_up" in leaves else "up": -1, "down": -2}
     experts = {"gate_up": -3, "down": -3} if by_expert else {"gate_up": -1, "down": -2}

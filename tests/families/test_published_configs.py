@@ -56,6 +56,9 @@ PARAMETERS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
+    "qwen3.5-0.8b": 752_393_024,  # without its eye and its layer for multi-token prediction
+    "qwen3.6-27b": 26_895_998_464,  # likewise
+    "qwen3.6-35b-a3b": 34_660_610_688,  # likewise
     "smollm3-3b": 3_075_098_624,
     "starcoder2-15b": 15_957_889_024,
     "starcoder2-3b": 3_030_371_328,

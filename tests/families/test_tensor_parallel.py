@@ -21,6 +21,7 @@ QUICK = [  # each way to split weights: the others mix these
     "one_kv_head_odd_vocabulary",
     "sinks_and_whole_experts_with_biases",
     "latents",
+    "states_by_key_head",
     DRAFTER,
 ]
 

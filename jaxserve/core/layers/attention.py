@@ -70,7 +70,8 @@ class AttentionConfig:
     `qk_norm` applies before rotation. `scale` multiplies scores, `softcap` bounds them. `sinks`: every head has a
     learned score without a value, which takes part in the softmax. With `latent` there is one KV head. `v_norm`: values
     are normalised, without a weight. `projections`: `num_kv_heads` counts the heads that are read, whoever writes them.
-    Without `causal` a token sees its whole text.
+    Without `causal` a token sees its whole text. `gated`: query heads have gates, projected beside them, whose
+    sigmoids weigh the heads' answers.
     """
 
     num_heads: int
@@ -89,6 +90,7 @@ class AttentionConfig:
     v_norm: bool = False
     projections: Projections = "qkv"
     causal: bool = True
+    gated: bool = False
 
     @property
     def value_dim(self) -> int | None:
@@ -98,7 +100,8 @@ class AttentionConfig:
     @property
     def columns(self) -> int:
         """Columns of `qkv`."""
-        return self.num_kv_heads * (self.group_size + len(self.projections) - 1) * self.head_dim
+        queries = self.group_size * (1 + self.gated)
+        return self.num_kv_heads * (queries + len(self.projections) - 1) * self.head_dim
 
     @property
     def memory(self) -> PagedKV:
@@ -110,7 +113,7 @@ class AttentionConfig:
         """The numbers per token that it holds: queries, keys, values; of latents queries and answers."""
         if self.value_dim is not None:
             return self.num_heads * (self.head_dim + self.value_dim)
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (self.num_heads * (1 + self.gated) + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def group_size(self) -> int:
@@ -124,11 +127,13 @@ def attend(
     """Returns the block's output and the pool with this step's K and V written.
 
     Parameters: `qkv` [D, K * (G + 2) * H] holds, per KV head, its G query heads, then K, then V, as far as there are
-    `projections`; `o` is [N * H, D]. Without a K nothing is written: the pages are another layer's. Optional: `q_norm`
-    and `k_norm`, in the shapes of `config.qk_norm`; `sinks` [N]; `k_scale` and `v_scale` [K] of 8-bit pages.
+    `projections`; gated attention has the gates of the G heads in front. `o` is [N * H, D]. Without a K nothing is
+    written: the pages are another layer's. Optional: `q_norm` and `k_norm`, in the shapes of `config.qk_norm`; `sinks`
+    [N]; `k_scale` and `v_scale` [K] of 8-bit pages.
     """
     tokens, group = x.shape[0], config.group_size
     qkv = linear(ctx, leaves["qkv"], x).reshape(tokens, config.num_kv_heads, -1, config.head_dim)
+    gates, qkv = (qkv[:, :, :group], qkv[:, :, group:]) if config.gated else (None, qkv)
     q = qkv[:, :, :group].reshape(tokens, config.num_heads, config.head_dim)
     q = _prepare_heads(config, norm, leaves.get("q_norm"), q, ctx)
     k = v = None
@@ -136,6 +141,7 @@ def attend(
         k, v = _prepare_heads(config, norm, leaves.get("k_norm"), qkv[:, :, group], ctx), qkv[:, :, -1]
         v = normalize_plainly(norm, v) if config.v_norm else v
     out, kv_pages = attend_pages(config, leaves, ctx, q=q, k=k, v=v)
+    out = out if gates is None else out * jax.nn.sigmoid(gates.reshape(out.shape))
     return linear(ctx, leaves["o"], out.reshape(tokens, -1), reduce=True), kv_pages
 
 

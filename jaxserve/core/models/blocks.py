@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -22,12 +23,15 @@ def pre_norm_layer(
     x: Stream,
     ctx: LayerContext,
     *,
-    attend: Callable[..., tuple[Stream, jax.Array]] = attend,
+    attend: Callable[..., tuple[Stream, Any]] = attend,
     mlp: Callable[..., Stream] = feed_forward,
-) -> tuple[Stream, jax.Array]:
-    """A norm before each block, as in Llama. With `config.parallel` both blocks read the layer's input."""
+) -> tuple[Stream, Any]:
+    """A norm before each block, as in Llama; `attend` is the layer's mixer.
+
+    With `config.parallel` both blocks read the layer's input.
+    """
     norm = config.norm
-    attended, pages = attend(kind.attention, norm, leaves, normalize(norm, leaves.get("attn_norm"), x), ctx)
+    attended, pages = attend(kind.mixer, norm, leaves, normalize(norm, leaves.get("attn_norm"), x), ctx)
     summed = x + attended
     fed = mlp(kind.mlp, leaves, normalize(norm, leaves.get("mlp_norm"), x if config.parallel else summed), ctx)
     return summed + fed, pages

@@ -120,6 +120,7 @@ def read_attention(
     qkv_bias: bool = False,
     out_bias: bool = False,
     qk_norm: QKNorm | None = None,
+    gated: bool = False,
 ) -> AttentionConfig:
     """Returns the attention config; `scale` defaults to 1 / sqrt(head_dim).
 
@@ -143,6 +144,7 @@ def read_attention(
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         qk_norm=qk_norm,
+        gated=gated,
     )
 
 
@@ -157,14 +159,14 @@ def read_mlp(
     return MLPConfig(config.integer(size_key), config.choice(activation_key, ACTIVATIONS), bias)
 
 
-def read_layer_types(config: HFConfig, default: list[str]) -> list[str]:
-    """Returns "full_attention" or "sliding_attention" per layer: the file's `layer_types`, else `default`."""
+def read_layer_types(config: HFConfig, default: list[str], other: str = _SLIDING) -> list[str]:
+    """Returns "full_attention" or `other` per layer: the file's `layer_types`, else `default`."""
     types, num_layers = config.get("layer_types"), read_num_layers(config)
     if types is None:
         return default
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (_FULL, _SLIDING) for kind in types):
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (_FULL, other) for kind in types):
         raise ConfigError(
-            f"must be {num_layers} entries of {_FULL} or {_SLIDING}, not {shorten(types)}",
+            f"must be {num_layers} entries of {_FULL} or {other}, not {shorten(types)}",
             field="layer_types",
             value=types,
         )
@@ -215,9 +217,9 @@ def make_encoder(
     )
 
 
-def alternate_layer_types(num_layers: int, period: int) -> list[str]:
-    """Returns layer types: full attention for every `period`-th layer, sliding for the others."""
-    return [_SLIDING if (index + 1) % period else _FULL for index in range(num_layers)]
+def alternate_layer_types(num_layers: int, period: int, other: str = _SLIDING) -> list[str]:
+    """Returns layer types: full attention for every `period`-th layer, `other` for the others."""
+    return [other if (index + 1) % period else _FULL for index in range(num_layers)]
 
 
 def build_config(

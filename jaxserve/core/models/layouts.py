@@ -124,7 +124,7 @@ class StackedParts(Assembled):
 def count_rows(attention: AttentionConfig) -> dict[str, int]:
     """Returns the rows of the checkpoint's projections: q, k and v, or those of them that there are."""
     kv_rows = attention.num_kv_heads // attention.kv_repeats * attention.head_dim
-    rows = {"q": attention.num_heads * attention.head_dim, "k": kv_rows, "v": kv_rows}
+    rows = {"q": attention.num_heads * (1 + attention.gated) * attention.head_dim, "k": kv_rows, "v": kv_rows}
     return {part: rows[part] for part in attention.projections}
 
 
@@ -137,10 +137,14 @@ def order_halves(rotary_dim: int, head_dim: int) -> np.ndarray:
 def fuse_qkv(attention: AttentionConfig, order: np.ndarray | None, q: np.ndarray, *kv: np.ndarray) -> JoinedRows:
     """Returns `qkv` [D, K * (G + 2) * H] of q [N * H, D], k and v [K * H, D]; biases have no D.
 
-    v, or k and v, may be missing. `order` is the order of dimensions within the heads of q and k.
+    v, or k and v, may be missing. `order` is the order of dimensions within the heads of q and k. In q [2N * H, D] of
+    gated attention each head has its gate behind it.
     """
-    group, head_dim = attention.group_size, attention.head_dim
+    group, head_dim = attention.group_size * (1 + attention.gated), attention.head_dim
     group_order = None if order is None else np.concatenate([order + head * head_dim for head in range(group)])
+    if attention.gated:
+        heads = np.arange(group * head_dim).reshape(-1, 2, head_dim)
+        group_order = np.concatenate([heads[:, 1], heads[:, 0]]).reshape(-1)
     blocks = []
     for head in range(attention.num_kv_heads):
         source = head // attention.kv_repeats * head_dim

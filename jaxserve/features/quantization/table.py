@@ -26,7 +26,7 @@ from jaxserve.core.sharding import DEFAULT_RULES
 from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.features.quantization.packings import PACKINGS, Stored, StoredMatrix
 
-_EXPANDED = frozenset({"lm_head", "router", "shared_gate", "k_b", "v_b"})
+_EXPANDED = frozenset({"lm_head", "router", "shared_gate", "k_b", "v_b", "ba"})
 _WEIGHT = ".weight"
 
 UNREAD = (r".*\.(input_scale|input_global_scale|activation_scale|weight_shape|g_idx|qzeros)",)

@@ -1,0 +1,95 @@
+"""Qwen 3.5, 3.6 and 3.8, dense and with experts: Qwen3-Next's layers with projections that are stored one by one.
+
+Of multimodal checkpoints ("qwen3_5", "qwen3_5_moe") only the language model is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from jaxserve.core.models.base import DecoderConfig, Family, Trunk
+from jaxserve.core.models.common import omit, read_mlp
+from jaxserve.core.models.hf_config import HFConfig
+from jaxserve.core.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_count, read_experts
+from jaxserve.families import qwen3_next
+from jaxserve.families.gemma3 import MULTIMODAL_KEYS, read_text_config
+from jaxserve.families.qwen3_next import HYBRID_KEYS, build_hybrid, hybrid_layer, read_hybrid_layers
+
+_log = logging.getLogger(__name__)
+
+KEYS = HYBRID_KEYS | {"num_key_value_heads": 4}
+MOE_KEYS = (
+    omit(HYBRID_KEYS, "intermediate_size")
+    | COUNT_KEYS
+    | {"num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+)
+
+_PREDICTION_KEYS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+_IGNORED_KEYS = (*_PREDICTION_KEYS, *TRAINING_KEYS)
+_MOE_IGNORED_KEYS = (*_IGNORED_KEYS, "intermediate_size", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob")
+_EYE_KEYS = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_PREDICTION = r"mtp\..*"
+_TRUNK = Trunk(
+    "model.language_model.embed_tokens", "model.language_model.layers", "model.language_model.norm", "lm_head"
+)
+
+
+def parse(config: HFConfig) -> DecoderConfig:
+    """Reads the config.json of a dense text model."""
+    return build_hybrid(config, "qwen3_5_text", read_hybrid_layers(config, read_mlp(config)))
+
+
+def parse_moe(config: HFConfig) -> DecoderConfig:
+    """Reads the config.json of a text model with experts, which every layer has."""
+    moe = read_experts(
+        config,
+        read_count(config, 256),
+        normalize=True,
+        shared_size=config.integer("shared_expert_intermediate_size"),
+        gated_shared=True,
+    )
+    return build_hybrid(config, "qwen3_5_moe_text", read_hybrid_layers(config, moe))
+
+
+def _make_families(
+    name: str,
+    architecture: str,
+    keys: Mapping[str, object],
+    ignored_keys: tuple[str, ...],
+    parse: Callable[[HFConfig], DecoderConfig],
+) -> tuple[Family, Family]:
+    """Returns the families of text checkpoints and of multimodal ones."""
+
+    def parse_multimodal(config: HFConfig) -> DecoderConfig:
+        _log.info("%s is served as text: model.visual.* is left out", name)
+        text = HFConfig(read_text_config(config, f"{name}_text"), keys, ignored_keys)
+        return replace(parse(text), family=name)
+
+    table = partial(qwen3_next.list_layer_params, by_key_head=False)
+    text_family = Family(
+        f"{name}_text",
+        f"{architecture}ForCausalLM",
+        keys,
+        parse,
+        hybrid_layer,
+        table,
+        ignored_keys=ignored_keys,
+        ignored_weights=(_PREDICTION,),
+    )
+    return text_family, replace(
+        text_family,
+        model_type=name,
+        architecture=f"{architecture}ForConditionalGeneration",
+        keys=MULTIMODAL_KEYS,
+        parse=parse_multimodal,
+        ignored_keys=_EYE_KEYS,
+        trunk=_TRUNK,
+        ignored_weights=(_PREDICTION, r"model\.visual\..*"),
+    )
+
+
+FAMILY, MULTIMODAL_FAMILY = _make_families("qwen3_5", "Qwen3_5", KEYS, _IGNORED_KEYS, parse)
+MOE_FAMILY, MULTIMODAL_MOE_FAMILY = _make_families("qwen3_5_moe", "Qwen3_5Moe", MOE_KEYS, _MOE_IGNORED_KEYS, parse_moe)

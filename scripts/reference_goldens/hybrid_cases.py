@@ -1,0 +1,61 @@
+"""The golden cases of families with Gated DeltaNet beside attention."""
+
+from __future__ import annotations
+
+from .spec import Case, scale_rope
+
+_SMALL = {
+    "hidden_size": 24,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 16,
+}
+_WHOLE = {"rope_parameters": scale_rope(rope_type="default", partial_rotary_factor=1.0)}
+
+
+def list_hybrid_cases() -> list[Case]:
+    """Qwen3-Next, and Qwen 3.5 dense and with experts."""
+    return [
+        Case(
+            "qwen3_next",
+            "qwen3_next",
+            "gated attention among layers with a state, projections by key head, a quarter rotated, a dense layer",
+            {**_SMALL, **_EXPERTS, "mlp_only_layers": [0]},
+            ablations=({"norm_topk_prob": False}, _WHOLE),
+        ),
+        Case(
+            "qwen3_5",
+            "qwen3_5_text",
+            "the family's pattern of four layers, one value head for each key head, convolution of 3, biases",
+            {
+                **{key: value for key, value in _SMALL.items() if key != "layer_types"},
+                "num_hidden_layers": 4,
+                "linear_num_value_heads": 2,
+                "linear_conv_kernel_dim": 3,
+                "attention_bias": True,
+                "rope_parameters": scale_rope(rope_type="default", partial_rotary_factor=0.5),
+            },
+            ablations=(_WHOLE,),
+        ),
+        Case(
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "experts in one tensor each for gate and up, and for down; two value heads for each key head",
+            {**_SMALL, **_EXPERTS},
+            ablations=({"num_experts_per_tok": 1},),
+            experts="joined",
+        ),
+    ]
