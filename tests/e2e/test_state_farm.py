@@ -1,0 +1,174 @@
+"""After each step of an engine, whatever happened, each row's state is the float64 recurrence over its tokens.
+
+Drawn requests are admitted, cut into chunks, decoded, forked, aborted, stopped, preempted and forced to tokens. The
+state of the first layer depends on its tokens' embeddings alone, so the recurrence is cheap.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.core.layers.gated_delta import GatedDeltaConfig
+from jaxserve.sampling_params import OutputKind
+from jaxserve.structured_params import StructuredOutputsParams
+from tests.e2e.engines import Engines
+from tests.e2e.helpers import make_llm
+from tests.engine.test_grammars import Grammar
+from tests.examples import scale_examples
+
+CASE, VOCAB = "qwen3_next", 83
+ERROR = 2e-5
+PAGES = 14  # of 8 tokens: fewer than four rows need
+
+State = tuple[np.ndarray, np.ndarray]  # of the heads [N, A, B], and the last inputs of the convolution [W - 1, C]
+
+
+class Recurrence:
+    """The first layer's state behind any text, token by token in float64, by the definition of the layer."""
+
+    def __init__(self, llm: LLM) -> None:
+        model, params = llm.ready.shapes.model, jax.device_get(llm.ready.runner.params)
+        delta = model.layers[0].mixer
+        assert isinstance(delta, GatedDeltaConfig)
+        self.delta, self.sizes = delta, delta.sizes
+        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["layers"][0])
+        x = np.asarray(params["embed"]["weight"], np.float64)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm.eps) * (1 + wide["attn_norm"]["weight"])
+        columns = (x @ wide["qkvz"]["weight"]).reshape(len(x), self.sizes.keys, -1)
+        self.channels = columns[..., : delta.head_channels].reshape(len(x), -1)  # of each token of the vocabulary
+        b, a = np.split((x @ wide["ba"]["weight"]).reshape(len(x), self.sizes.keys, -1), 2, axis=-1)
+        self.beta = 1 / (1 + np.exp(-b.reshape(len(x), -1)))
+        self.remains = np.exp(-np.exp(wide["decay"]) * np.logaddexp(0, a.reshape(len(x), -1) + wide["decay_bias"]))
+        self.weight = wide["conv"]
+        start = np.zeros((delta.num_value_heads, delta.key_dim, delta.value_dim)), np.zeros_like(self.weight[1:])
+        self.known: dict[tuple[int, ...], State] = {(): start}
+
+    def find(self, text: tuple[int, ...]) -> State:
+        """The state behind a text."""
+        length = len(text)
+        while text[:length] not in self.known:
+            length -= 1
+        for end in range(length, len(text)):
+            self.known[text[: end + 1]] = self.advance(self.known[text[:end]], text[end])
+        return self.known[text]
+
+    def advance(self, state: State, token: int) -> State:
+        heads, inputs = state
+        inputs = np.concatenate([inputs, self.channels[token][None]])
+        mixed = (self.weight * inputs).sum(0)
+        mixed = (mixed / (1 + np.exp(-mixed))).reshape(self.sizes.keys, -1)
+        size = self.delta.key_dim
+        k = mixed[:, size : 2 * size]
+        k = np.repeat(k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6), self.sizes.group, axis=0)
+        v = mixed[:, 2 * size :].reshape(-1, self.delta.value_dim)
+        heads = heads * self.remains[token][:, None, None]
+        change = self.beta[token][:, None] * (v - np.einsum("nab,na->nb", heads, k))
+        return heads + k[:, :, None] * change[:, None], inputs[1:]
+
+
+class Farm(RuleBasedStateMachine):
+    """An engine with fewer pages than its rows need."""
+
+    llms: tuple[LLM, ...]
+    recurrence: Recurrence
+    preemptions = 0
+
+    @initialize(which=st.integers(0, 1))
+    def start(self, which: int) -> None:
+        self.llm = self.llms[which]
+        self.engine, self.count = self.llm.ready.engine, 0
+        self.forced: dict[int, list[int]] = {}
+
+    @rule(
+        length=st.integers(1, 70),
+        seed=st.integers(0, 3),
+        count=st.integers(1, 25),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        stop=st.lists(st.integers(3, VOCAB - 1), max_size=9),
+        forced=st.dictionaries(
+            st.integers(1, 9), st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=6), max_size=2
+        ),
+        constrained=st.booleans(),
+    )
+    def admit(
+        self,
+        length: int,
+        seed: int,
+        count: int,
+        n: int,
+        stop: list[int],
+        forced: dict[int, list[int]],
+        constrained: bool,
+    ) -> None:
+        prompt = np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+        grammar: Any = Grammar(forced=forced, slow={2})
+        grammar.automaton = None
+        type(self.llm.ready.requests).grammars = SimpleNamespace(compile=lambda params: grammar)  # type: ignore[assignment]
+        params = SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=count,
+            n=n,
+            stop_token_ids=stop,
+            ignore_eos=True,
+            output_kind=OutputKind.FINAL_ONLY,
+            structured_outputs=StructuredOutputsParams(regex="x") if constrained else None,
+        )
+        self.count += 1
+        self.engine.add_request(self.llm.ready.requests.make(prompt, params, request_id=str(self.count)))
+
+    @rule(times=st.integers(1, 12))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.engine.step()
+            self.check()
+
+    @rule(pick=st.integers(0, 9))
+    def abort(self, pick: int) -> None:
+        self.engine.abort_request(str(pick))
+
+    def check(self) -> None:
+        (pool,) = self.llm.ready.runner.device.cache[1:]
+        states, inputs = np.asarray(pool["state"][0]), np.asarray(pool["inputs"][0])
+        batch, pages = self.engine.scheduler.batch, self.engine.scheduler.pages
+        for sequence in (*batch.decoding, *batch.prefilling):
+            if sequence.num_computed_tokens > len(sequence.token_ids):
+                assert sequence.num_computed_tokens == sequence.max_num_tokens, "its last token is not known yet"
+                continue
+            heads, kept = self.recurrence.find(tuple(sequence.token_ids[: sequence.num_computed_tokens]))
+            if sequence.num_computed_tokens:
+                np.testing.assert_allclose(states[sequence.row], heads, rtol=0, atol=ERROR)
+                by_head = kept.reshape(len(kept), self.recurrence.sizes.keys, -1).swapaxes(0, 1)
+                np.testing.assert_allclose(inputs[sequence.row], by_head.reshape(len(by_head), -1), rtol=0, atol=ERROR)
+        pages.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "llm"):
+            self.engine.abort_all()
+            while self.engine.has_unfinished:
+                self.engine.step()
+            type(self).preemptions = sum(llm.ready.engine.scheduler.counts.num_preemptions for llm in self.llms)
+
+
+@pytest.mark.slow  # it compiles an engine, and each step is compared
+def test_each_state_is_that_of_the_tokens_of_its_row(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"num_kv_pages_override": PAGES, "page_size": 8}
+    Farm.llms = tuple(engines.get(make_llm, CASE, async_scheduling=overlap, **options) for overlap in (False, True))
+    Farm.recurrence = Recurrence(Farm.llms[0])
+    kept = type(Farm.llms[0].ready.requests)
+    monkeypatch.setattr(kept, "grammars", None)  # and put back at the end
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    limits = settings(
+        max_examples=scale_examples(50), stateful_step_count=30, deadline=None, suppress_health_check=checks
+    )
+    run_state_machine_as_test(Farm, settings=limits)
+    assert Farm.preemptions > 0
