@@ -14,6 +14,10 @@ HASTE = 40  # tokens after which the walk prefers what ends strings, lists and o
 ENDINGS = tuple(b'" @ } ] , : Z z M S D true null 0 1'.split())  # the first that is allowed
 
 
+class EndlessWalkError(AssertionError):
+    """A walk that chance did not lead to an end."""
+
+
 def read_bits(row: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
 
@@ -78,4 +82,4 @@ def wander(matcher: Matcher, rng: np.random.Generator, texts: Sequence[Sequence[
                 return b"".join(vocabulary.tokens[token_id] for token_id in ids)
             matcher.accept(token_id)
             ids.append(token_id)
-    raise AssertionError(f"no end after {MAX_TOKENS} tokens: {ids}")
+    raise EndlessWalkError(f"no end after {MAX_TOKENS} tokens: {ids}")

@@ -21,20 +21,35 @@ from jaxserve.server.tools.reasoning import REASONING_FORMATS
 from jaxserve.server.tools.spec import Tool
 from jaxserve.tokenizers import load_tokenizer
 from tests.features.grammars.test_blanks import accepts
-from tests.features.grammars.walks import wander
+from tests.features.grammars.walks import EndlessWalkError, wander
 from tests.server.tools.helpers import read
 
 FORMATS = [name for name in TOOL_PARSERS if has_call_grammar(name)]
 VALUES: list[dict[str, Any]] = [
     {"type": "string"},
     {"type": "integer"},
-    {"type": "number", "minimum": -3},
+    {"type": "number"},
     {"type": "boolean"},
     {"enum": ["red", "green", "a b"], "type": "string"},
-    {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    {"type": "array", "items": {"type": "integer"}},
     {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"], "additionalProperties": False},
 ]
-CLOSERS = (KIMI.last, DEEPSEEK.last, "\n</parameter>", "</parameter>", "</arg_value>", ">", "</arg_key>", "<", "\n")
+CLOSERS = (
+    ":",
+    "=",
+    "'",
+    "<escape>",
+    '<|"|>',
+    KIMI.last,
+    DEEPSEEK.last,
+    "\n</parameter>",
+    "</parameter>",
+    "</arg_value>",
+    ">",
+    "</arg_key>",
+    "<",
+    "\n",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,10 @@ def walk_tools(compiler: GrammarCompiler, parser: str, choice: str, seed: int, n
     ids = [grammar.vocabulary(text) for text in texts]
     found = Found()
     for _ in range(num_walks):
-        text = wander(grammar.new_matcher(), rng, ids).decode()
+        try:
+            text = wander(grammar.new_matcher(), rng, ids).decode()
+        except EndlessWalkError:  # the end of a text that chance did not write
+            continue
         found = add_found(found, text, tools, read(make_answer_parser(parser, reasoning, tools), [text]))
     return found
 
@@ -113,8 +131,10 @@ def add_found(found: Found, text: str, tools: ToolSet, events: list[Any]) -> Fou
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("parser", FORMATS)
 def test_calls_fit_their_schemas(compiler: GrammarCompiler, parser: str, choice: str) -> None:
-    found = [walk_tools(compiler, parser, choice, seed, 4) for seed in range(2)]
-    assert sum(each.calls for each in found), "the walks come to calls"
+    found = [walk_tools(compiler, parser, choice, seed, 4) for seed in range(4)]
+    assert sum(each.walks for each in found) >= 12, "nearly all walks end"
+    if CALL_FORMATS[parser].opener is not None or choice == "required":  # else a call is the beginning, by chance
+        assert sum(each.calls for each in found), "the walks come to calls"
 
 
 def test_names_of_any_arguments_end_where_their_mark_begins(compiler: GrammarCompiler) -> None:
@@ -134,4 +154,5 @@ def test_strict_tools_in_ten_thousand_walks(compiler: GrammarCompiler, parser: s
     found = [walk_tools(compiler, parser, "auto", 100 + at, each) for at in range(-(-most // each))]
     total = {name: sum(getattr(walked, name) for walked in found) for name in Found.__slots__}
     print(parser, total)
-    assert total["strict_calls"] > 100
+    assert total["walks"] > 0.98 * most
+    assert total["strict_calls"] > 100 or CALL_FORMATS[parser].opener is None
