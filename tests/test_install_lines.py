@@ -26,7 +26,8 @@ def list_texts() -> Iterator[Path]:
     yield from (ROOT / name for name in FILES)
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file() and path.suffix in SUFFIXES and path != Path(__file__) and "goldens" not in path.parts:
+            is_ours = path != Path(__file__) and not {"goldens", "node_modules"} & {*path.parts}
+            if is_ours and path.is_file() and path.suffix in SUFFIXES:
                 yield path
 
 
