@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,9 @@ from jaxserve.core.layers.pooling import LAST
 from jaxserve.errors import QueueFullError
 from jaxserve.request import Request
 from jaxserve.server.app import make_app
-from tests.fake_device import embed_alone
+from tests.engine.helpers import greedy
+from tests.fake_device import continue_alone, embed_alone
+from tests.server.asgi import Client, make_scope
 from tests.server.test_live import Served, run, serve
 
 ROWS = 2
@@ -167,5 +170,54 @@ def test_a_body_may_have_as_many_texts_as_with_openai() -> None:
             most, more = await ask(served, {"input": [[7]] * 2048}, {"input": [[7]] * 2049})
             check(most, [[7]] * 2048)
             assert more.status_code == 400 and more.json()["error"]["param"] == "input"
+
+        run(test)
+
+
+LONG_LISTS = pytest.mark.parametrize("path", [PATH, "/pooling"])
+
+
+@LONG_LISTS
+def test_others_keep_their_turn_beside_a_thousand_texts(path: str) -> None:
+    with serve_embeddings() as served:
+        sizes = note_parts(served)
+
+        async def test() -> None:
+            many = asyncio.create_task(ask(served, {"input": [[7]] * 1000}, path=path))
+            while len(sizes) < 3:
+                await asyncio.sleep(0)
+            outputs = [output async for output in served.llm.stream([greedy("other", [5, 6], 3)])]
+            assert not many.done()
+            assert outputs[-1].outputs[0].token_ids == continue_alone([5, 6], 3, [None], 1009)
+            (answer,) = await many
+            vectors = [each.get("embedding") or each["data"] for each in answer.json()["data"]]
+            assert vectors == [embed_alone([7], [None])] * 1000
+            assert all(pool.num_referenced == 0 for pool in served.engine.scheduler.pages.pools)
+
+        run(test)
+
+
+@LONG_LISTS
+def test_a_client_that_leaves_frees_all_that_wait(path: str) -> None:
+    with serve_embeddings() as served:
+        sizes = note_parts(served)
+
+        async def test() -> None:
+            client, body = Client(), json.dumps({"input": [[7]] * 1000}).encode()
+            client._body = [{"type": "http.request", "body": body, "more_body": False}]
+            head = [("content-type", "application/json"), ("content-length", str(len(body)))]
+            call = asyncio.create_task(client.ask(make_app(served.state), make_scope(path, headers=head)))
+            while len(sizes) < 3:
+                await asyncio.sleep(0)
+            client.left.set()
+            await call
+            begun = len(sizes)
+            while served.engine.has_unfinished:
+                await asyncio.sleep(0)
+            assert len(sizes) == begun < 500, "no part begins once the client has left"
+            assert all(pool.num_referenced == 0 for pool in served.engine.scheduler.pages.pools)
+            assert served.state.metrics.events["client_disconnects"] == 1
+            (next_one,) = await ask(served, {"input": [[7]]}, path=path)
+            assert next_one.status_code == 200
 
         run(test)
