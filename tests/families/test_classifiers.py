@@ -123,6 +123,48 @@ def test_the_original_qwen3_reranker_brings_its_prompt() -> None:
     assert llm.score("w1", "w2", truncate_prompt_tokens=-1)[0].prompt_token_ids == expected
 
 
+SAVED: dict[str, Any] = {  # by CrossEncoder.save_pretrained of sentence-transformers 6.2
+    "modules.json": [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}
+    ],
+    "sentence_bert_config.json": {
+        "transformer_task": "sequence-classification",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+        "module_output_name": "scores",
+    },
+    "config_sentence_transformers.json": {
+        "activation_fn": "torch.nn.modules.linear.Identity",
+        "default_prompt_name": None,
+        "model_type": "CrossEncoder",
+        "prompts": {},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"sentence_bert_config.json": {"transformer_task": "feature-extraction"}}, "is for another task"),
+        ({"sentence_bert_config.json": {"do_lower_case": True}}, "'do_lower_case' is not read"),
+        ({"config_sentence_transformers.json": {"default_prompt_name": "query"}}, "default_prompt_name is not read"),
+    ],
+)
+def test_files_that_a_cross_encoder_saves_are_read(changes: dict[str, Any], words: str | None, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "bert", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["sbert_ce_default_activation_function"]  # newer files have it elsewhere
+    for name, content in {**SAVED, **changes, "config.json": config}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    options = EngineConfig.from_options(model=str(tmp_path))
+    if words is not None:
+        with pytest.raises(ConfigError, match=words):
+            locate_model(options.model)
+        return
+    model = resolve_model(options, locate_model(options.model))
+    assert model.pooler.classes is not None and model.pooler.classes.activation == "linear"
+
+
 def test_an_embedding_model_scores_by_cosine() -> None:
     folder, options = GOLDENS / "encoders" / "bert_mean", {"hf_overrides": {"is_matryoshka": True}}
     llm = start(folder, tokenizer=str(FOLDER / "bert"), **options)
