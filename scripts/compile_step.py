@@ -38,6 +38,8 @@ PRESETS = {  # the first always, the others in the full gate
     # A TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad.
     "tpu": (DENSE, EXPERTS, LATENT),
 }
+ENCODERS = ("bge-m3", "embeddinggemma-300m", "modernbert-base")  # the first always, the others in the full gate
+ENCODER_LAYERS = 6  # of the others: with windows and without
 CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 QUANTIZED: dict[str, Mapping[str, Any]] = {
     "int8 channels": {
@@ -90,6 +92,7 @@ def make_step_shapes(
     config = EngineConfig.from_options(
         model=preset,
         load_format="dummy",
+        dtype="bfloat16" if preset in ENCODERS else "auto",  # their files have 32 bits
         tensor_parallel_size=num_devices,
         enable_expert_parallel=preset not in (DENSE, HEAD) and num_devices > 1,
         attention_impl=impl,
@@ -187,6 +190,20 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
     return steps | {name: (shapes, bucket)}
 
 
+def list_encoders(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
+    """Returns steps of whole texts by name, on one device, with the implementation that their masks get there."""
+    steps = {}
+    for preset in ENCODERS[: None if full else 1]:
+        num_layers = FEWEST_LAYERS if preset == ENCODERS[0] else ENCODER_LAYERS
+        wanted = "auto" if impl == target.impl else impl
+        shapes = make_step_shapes(target, preset, num_devices=1, num_layers=num_layers, impl=wanted)
+        steps[f"step {shapes.buckets.largest}: {preset}, {num_layers} layers, 1 devices"] = (
+            shapes,
+            shapes.buckets.largest,
+        )
+    return steps
+
+
 def list_counted(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket, int]]:
     """Returns decode steps of few rows, whose small kernels take a good part of their time, and the most per layer.
     Without `full` the one with the fewest rows."""
@@ -206,7 +223,8 @@ def main() -> None:
     target = find_target(args.target)
     impl = args.impl or target.impl
     counted = list_counted(target, full=args.full, impl=impl)
-    steps = {name: (*step, None) for name, step in list_steps(target, full=args.full, impl=impl).items()} | counted
+    plain = list_steps(target, full=args.full, impl=impl) | list_encoders(target, full=args.full, impl=impl)
+    steps = {name: (*step, None) for name, step in plain.items()} | counted
     chosen = choose_names(args, steps)
     gate = Gate(target, [] if args.lower_only else open_devices(target))
     with tuned_options(target) as options:

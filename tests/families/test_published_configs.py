@@ -15,11 +15,13 @@ from jaxserve.families.registry import param_specs, parse_config, weight_sources
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 
 PARAMETERS = {
+    "bge-m3": 566_705_152,  # without the pooler, which makes no embedding
     "command-r-plus": 103_810_674_688,
     "command-r-v01": 34_980_831_232,
     "command-r7b": 8_028_033_024,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_419_200,  # without its layer for multi-token prediction
+    "embeddinggemma-300m": 302_863_104,  # and 4,718,592 behind its pooling
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
     "gemma-4-31b": 30_697_345_340,  # without its eye
@@ -43,6 +45,7 @@ PARAMETERS = {
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-small-4": 118_972_826_624,  # without its eye
     "mixtral-8x7b": 46_702_792_704,
+    "modernbert-base": 149_014_272,  # without its head
     "olmo-1b": 1_176_764_416,
     "olmo-2-1b": 1_484_916_736,
     "olmo-3-7b": 7_298_011_136,

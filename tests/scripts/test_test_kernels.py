@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pallas_kernels.targets import TARGETS
 from pallas_kernels.testing.gate_report import ProgramReport
-from scripts.compile_step import list_steps
+from scripts.compile_step import list_encoders, list_steps
 from scripts.test_kernels import (
     KERNELS,
     NEWEST,
@@ -171,6 +171,14 @@ def test_the_full_gate_has_steps_of_two_gpus_and_one_with_all_layers() -> None:
     assert "int8 channels, 2 layers" in sample[1] and "portable attention" in sample[2]
     ((shapes, _),) = list_steps(TARGETS["tpu7x"], full=False, impl="tpu").values()
     assert shapes.num_devices == 8
+
+
+def test_the_gate_has_whole_texts_of_encoders() -> None:
+    for name, impls in (("h200", ["gpu", "xla", "xla"]), ("v5e", ["xla"] * 3)):  # windows on both sides are portable
+        steps = list_encoders(TARGETS[name], full=True, impl=TARGETS[name].impl)
+        assert [shapes.impl for shapes, _ in steps.values()] == impls
+        assert all(shapes.model.reads_whole and bucket.tokens >= 2048 for shapes, bucket in steps.values())
+        assert list(list_encoders(TARGETS[name], full=False, impl=TARGETS[name].impl)) == list(steps)[:1]
 
 
 @pytest.mark.slow
