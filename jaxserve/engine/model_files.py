@@ -244,6 +244,7 @@ def load_params(
             rules=DEFAULT_RULES,
             progress=report,
             allow_nonfinite=config.model.allow_nonfinite,
+            is_shared=not stored.generates,  # with heads for other tasks
         )
         return fill(pieces, quantizer)
 

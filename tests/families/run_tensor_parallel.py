@@ -48,8 +48,10 @@ HYBRID |= {"shared_expert_intermediate_size": 64, "linear_num_key_heads": 4}
 HYBRID |= {"linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
 HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
 ENCODER = {key: value for key, value in LLAMA.items() if key != "head_dim"} | {"model_type": "bert"}
+MODERNBERT = {**ENCODER, "model_type": "modernbert", "num_hidden_layers": 4, "local_attention": 8}
 CASES = {
     "encoder": (ENCODER, "stacked"),
+    "encoder_with_windows": (MODERNBERT, "unrolled"),
     "llama": (LLAMA | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}, "unrolled"),
     "one_kv_head_odd_vocabulary": (
         LLAMA | {"num_key_value_heads": 1, "attention_bias": True, "vocab_size": 131},

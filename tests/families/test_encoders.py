@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxserve import LLM, AsyncLLM, SamplingParams
+from jaxserve import AsyncLLM, SamplingParams
 from jaxserve.config import EngineConfig
 from jaxserve.core.runtime.startup import plan_pools
 from jaxserve.core.weights.json_files import read_hf_config
@@ -28,30 +28,9 @@ from jaxserve.families.registry import param_specs, parse_config, weight_sources
 from jaxserve.features.choose import make_shapes
 from jaxserve.pooling_options import PoolingOptions
 from tests.e2e.helpers import CACHE
+from tests.families.encoders import CASES, FOLDER, LIMIT, ROWS, embed, read_golden, start
 from tests.families.naive import NaiveRunner, build_params, read_tensors, unused_tensors
 from tests.golden_cases import GOLDENS
-
-FOLDER = GOLDENS / "encoders"
-CASES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
-LIMIT, PAGE, ROWS = 62, 16, 8
-
-
-def read_golden(name: str) -> tuple[list[list[int]], list[np.ndarray], list[np.ndarray]]:
-    """The texts, their hidden states and their vectors."""
-    with np.load(FOLDER / name / "golden.npz") as stored:
-        count = sum(key.startswith("text_") for key in stored)
-        read = lambda kind: [stored[f"{kind}_{index}"] for index in range(count)]  # noqa: E731
-        return [text.tolist() for text in read("text")], read("hidden"), read("embedding")
-
-
-def start(folder: Path, **options: Any) -> LLM:
-    defaults = {"skip_tokenizer_init": True, "dtype": "float32", "page_size": PAGE, "max_num_seqs": ROWS}
-    sizes = {"max_num_batched_tokens": 256, "precompile_token_paddings": [256], "precompile_bs_paddings": [ROWS]}
-    return LLM(str(folder), **({"show_progress": False} | CACHE | defaults | sizes | options))
-
-
-def embed(llm: LLM, texts: list[list[int]]) -> list[np.ndarray]:
-    return [np.array(each.embedding, np.float32) for each in llm.embed([{"prompt_token_ids": ids} for ids in texts])]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -43,6 +43,7 @@ from jaxserve.core.models.layouts import (
 )
 from jaxserve.core.sharding import Axes
 
+_OLD_NAMES = {"weight": "gamma", "bias": "beta"}
 _SELF_ATTENTION = {part: f"self_attn.{part}_proj" for part in "qkvo"}
 
 
@@ -120,11 +121,15 @@ def vocab_params(config: DecoderConfig, leaf: str, module: str, shape: tuple[int
 
 
 def wide_norm_params(config: DecoderConfig, leaf: str, module: str, size: int) -> Table:
-    """Returns a norm over `size` numbers."""
-    specs = _norm_specs(config, (size,), (None,))
-    return {
-        f"{leaf}.{part}": Parameter(spec, _plain_source(f"{module}.{part}", (size,))) for part, spec in specs.items()
-    }
+    """Returns a norm over `size` numbers. Old files call the weight of a LayerNorm gamma, and its bias beta."""
+    table: Table = {}
+    for part, spec in _norm_specs(config, (size,), (None,)).items():
+        source = _plain_source(f"{module}.{part}", (size,))
+        if module.endswith("LayerNorm"):
+            old = _plain_source(f"{module}.{_OLD_NAMES[part]}", (size,))
+            source = dataclasses.replace(source, otherwise=old)
+        table[f"{leaf}.{part}"] = Parameter(spec, source)
+    return table
 
 
 def projection_params(config: DecoderConfig, leaf: str, module: str, shape: tuple[int, int]) -> Table:
