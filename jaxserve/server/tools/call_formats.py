@@ -170,9 +170,9 @@ CALL_FORMATS: Mapping[str, CallFormat] = {  # by vLLM's names
     "minimax_m2": MINIMAX_M2,
     "deepseek_v3": _mark_calls(DEEPSEEK, WORD, DEEPSEEK.sep, NAME, "```json"),
     "deepseek_v31": _mark_calls(DEEPSEEK, NAME, DEEPSEEK.sep),
+    "kimi_k2": _mark_calls(KIMI, NAME, ":", WORD, KIMI.sep),
     "pythonic": PYTHONIC,
     "olmo3": OLMO3,
     "gemma4": _write_literals(GEMMA4, "<|tool_call>", "<tool_call|>"),
     "functiongemma": _write_literals(FUNCTIONGEMMA, "<start_function_call>", "<end_function_call>"),
-    "kimi_k2": _mark_calls(KIMI, NAME, ":", WORD, KIMI.sep),
 }

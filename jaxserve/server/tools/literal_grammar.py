@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.features.grammars.rules import quote
 from jaxserve.server.tools.literals import LiteralNotation
 from jaxserve.server.tools.values import name_types
 
@@ -14,7 +15,11 @@ _NOTES = frozenset(("title", "description", "default", "examples", "$schema", "$
 _MEMBERS = {  # of a schema, which are enforced, by its type
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "minItems", "maxItems"),
+    **dict.fromkeys(
+        ("integer", "number"), ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+    ),
 }
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _SCALARS = {"string": "string", "integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": "NULL"}
 _ANY = "any"
 _SEPARATOR = "SEPARATOR"
@@ -46,15 +51,17 @@ class LiteralGrammar:
         self._known: dict[str, str] = {}  # rules by the tool and the reference of their schemas
         self._root: Mapping[str, Any] = {}  # the tool's schema
         self._field = ""
+        self._members = _MEMBERS
         if notation.has_escapes:
+            self._members = {**_MEMBERS, "string": _OF_STRINGS}  # a string of JSON is one of Python
             plain = r"[^\\\x00-\x1f"
-            parts = (f"{quote}({plain}{quote}]|{_ESCAPE})*{quote}" for quote in notation.quotes)
+            parts = (f"{each}({plain}{each}]|{_ESCAPE})*{each}" for each in notation.quotes)
             self._rules += ["string: STRING", f"STRING: {' | '.join(f'/{part}/' for part in parts)}"]
             self._rules.append("anymember: string /: ?/ any")
-            self._key = f"/[A-Za-z_][A-Za-z0-9_]*/ {_quote(notation.assign)}"
+            self._key = f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {quote(notation.assign)}"
         else:
             self._rules.append(f"string: {mark(notation.quotes[0])} {text}")
-            self._key = f"/[A-Za-z_][A-Za-z0-9_ -]*/ {_quote(notation.assign)}"
+            self._key = f"/[A-Za-z_][A-Za-z0-9_ -]{{0,63}}/ {quote(notation.assign)}"
             self._rules.append(f"anymember: {self._key} any")
 
     def list_rules(self) -> list[str]:
@@ -72,7 +79,7 @@ class LiteralGrammar:
             InvalidRequestError: the schema asks for something that a grammar of this format cannot hold.
         """
         self._root, self._field = schema, field
-        end = _quote(self._notation.end)
+        end = quote(self._notation.end)
         self._check(schema, "type", *_MEMBERS["object"])
         if not schema.get("properties"):
             one = f"{self._key} any"
@@ -107,9 +114,11 @@ class LiteralGrammar:
         return f"({' | '.join(self._write_type(schema, name) for name in _list(types))})"
 
     def _write_type(self, schema: Mapping[str, Any], name: Any) -> str:
-        self._check(schema, "type", *(each for kind in _list(schema["type"]) for each in _MEMBERS.get(kind, ())))
+        members = self._members
+        self._check(schema, "type", *(each for kind in _list(schema["type"]) for each in members.get(kind, ())))
         if name in _SCALARS:
-            return _SCALARS[name]
+            own = {member: schema[member] for member in members.get(name, ()) if member in schema}
+            return f"%json {json.dumps({'type': name, **own})}" if own else _SCALARS[name]
         if name == "array":
             return self._write_array(schema)
         if name != "object":
@@ -148,27 +157,27 @@ class LiteralGrammar:
     def _write_argument_key(self, name: str) -> str:
         if self._notation.has_escapes and not name.isidentifier():
             raise self._refuse(name)
-        return self._write_key(name) if not self._notation.has_escapes else _quote(name + self._notation.assign)
+        return self._write_key(name) if not self._notation.has_escapes else quote(name + self._notation.assign)
 
     def _write_key(self, name: str) -> str:
         if self._notation.has_escapes:
             return f"{self._write_constant(name)} /: ?/"
         if not name or name.strip() != name or any(character in "{}[],:<" for character in name):
             raise self._refuse(name)
-        return _quote(name + self._notation.assign)
+        return quote(name + self._notation.assign)
 
     def _write_constant(self, value: Any) -> str:
         if isinstance(value, str):
             if self._notation.has_escapes:
-                return f"({_quote(repr(value))} | {_quote(_quote(value))})"
-            quote = self._notation.quotes[0]
-            if quote in value:
+                return f"({quote(repr(value))} | {quote(json.dumps(value, ensure_ascii=False))})"
+            delimiter = self._notation.quotes[0]
+            if delimiter in value:
                 raise self._refuse(value)
-            return f"{self._mark(quote)} {_quote(value) if value else ''} {self._mark(quote)}"
+            return f"{self._mark(delimiter)} {quote(value) if value else ''} {self._mark(delimiter)}"
         if value is None or isinstance(value, bool):
-            return f"({_quote(repr(value))} | {_quote(json.dumps(value))})"
+            return f"({quote(repr(value))} | {quote(json.dumps(value))})"
         if isinstance(value, int | float):
-            return _quote(json.dumps(value))
+            return quote(json.dumps(value))
         raise self._refuse(value)
 
     def _write_reference(self, reference: Any) -> str:
@@ -210,7 +219,3 @@ def _is_closed(schema: Mapping[str, Any]) -> bool:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -242,3 +242,12 @@ def test_marks_around_an_answer_may_be_special_tokens(compiler: GrammarCompiler,
         matcher.accept(end)
         assert matcher.is_accepting
     assert accepts(matcher, f"<|START_ACTION|>[\n    {call}\n]<|END_ACTION|>")
+
+
+def test_what_bounds_strings_of_python_holds_in_quotes_of_json(compiler: GrammarCompiler) -> None:
+    schema = {"properties": {"a": {"type": ["string", "null"], "pattern": "^x[0-9]$"}}, "required": ["a"]}
+    tools = read_tools([tool("f", schema)], "required")
+    assert tools is not None
+    params = constrain_calls(tools, "olmo3", None, {})
+    for value, is_good in (('"x1"', True), ("None", True), ('"y"', False), ("'x1'", False)):
+        assert fits(compiler, params, f"<function_calls>f(a={value})</function_calls>") is is_good, value
