@@ -90,6 +90,11 @@ class TemplateForm:
         roles = ("user", "assistant", role, "user")
         return self._ask([_say(each, number) for number, each in enumerate(roles)], (1, 2, 3))
 
+    def ask_turns(self) -> Answer:
+        """Asks for turns of the user and the assistant."""
+        roles = ("user", "assistant", "user", "assistant", "user")
+        return self._ask([_say(role, number) for number, role in enumerate(roles)], range(len(roles)))
+
     def ask_calls(self, form: CallForm, role: str | None = "tool", *, has_text: bool = False) -> Answer:
         """Asks for calls in a form, and for their results in messages of a role; with None there are no results."""
         function = {"name": _mark(6), "arguments": {"k": _mark(2)}}
@@ -167,6 +172,9 @@ def adapt(messages: Sequence[Message], form: TemplateForm) -> list[Message]:
         InvalidRequestError: a message would be left out, whatever its form.
     """
     num_leading = next((at for at, each in enumerate(messages) if each["role"] not in INSTRUCTIONS), len(messages))
+    if len(messages) > num_leading + 1 and form.ask_turns() is Answer.LEFT_OUT:
+        message = "the chat template does not show earlier turns, so the model would not know of them; send one message"
+        raise InvalidRequestError(message, field=f"messages[{num_leading}]")
     adapted = _adapt_leading(messages[:num_leading], form) + _adapt_later(messages[num_leading:], form)
     at = next((at for at, each in enumerate(messages) if "tool_calls" in each or each["role"] in _RESULTS), None)
     if at is None:
@@ -270,6 +278,10 @@ def describe_form(form: TemplateForm) -> list[str]:
     for role in INSTRUCTIONS:
         if role not in shown:
             lines.append(f"messages of role {role} are {f'shown as {shown[0]}' if shown else 'refused'}")
+    if form.ask_turns() is Answer.LEFT_OUT:
+        lines.append("turns before the last message are refused")
+    if shown and form.ask_leading([shown[0]] * 2) is not Answer.SHOWN:
+        lines.append(f"messages of role {shown[0]} at the beginning are joined")
     if form.ask_later("system") is not Answer.SHOWN:
         lines.append("a later message of role system joins the next one of the user")
     calls = form.find_call_form()

@@ -130,6 +130,14 @@ def test_ids_have_the_name_where_the_template_shows_no_other() -> None:
 
 def test_what_is_left_out_is_refused() -> None:
     only_turns = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }};{% endfor %}"
+    for source in (
+        "{{ messages[-1].content }}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+    ):
+        assert render_chat(source, [USER]) == "u0x"
+        with pytest.raises(InvalidRequestError, match="does not show earlier turns"):
+            render_chat(source, [USER, ANSWER, ASK])
+        assert "turns before the last message are refused" in describe_form(make_form(source, {}))
     for messages, field in (
         ([*TURNS["system"], USER], "messages[0].role"),
         ([USER, *TURNS["calls"]], "messages[1]"),
@@ -154,6 +162,7 @@ def test_what_the_log_says() -> None:
     assert describe("Qwen 3") == ["messages of role developer are shown as system"]
     assert describe("DeepSeek V3") == [
         "messages of role developer are shown as system",
+        "messages of role system at the beginning are joined",
         "a later message of role system joins the next one of the user",
         "arguments of calls are given as text",
         "text beside calls is a message of its own",
