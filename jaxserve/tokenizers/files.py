@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import TokenizerError, shorten
 from jaxserve.files import read_regular
+from jaxserve.gguf_file import is_gguf
+from jaxserve.tokenizers.metadata import AddedTokenEntry, TokenizerMetadata
 
 MAX_VOCAB_SIZE = 2**22  # tables by token id are as long as the largest id: a hostile id must not exhaust memory
 MAX_TOKENIZER_BYTES = 2**27  # Gemma 3's tokenizer.json has 33 MB
@@ -16,41 +17,16 @@ _MAX_TEXT_BYTES = 2**24  # per file beside it
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-@dataclass(frozen=True, slots=True)
-class AddedTokenEntry:
-    """A token added to the trained vocabulary. `lstrip` and `rstrip`: it absorbs the blanks on that side."""
-
-    token_id: int
-    text: str
-    special: bool
-    lstrip: bool = False
-    rstrip: bool = False
-    normalized: bool = False
-    single_word: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerMetadata:
-    """What the files beside a tokenizer say about it; None or empty where they say nothing."""
-
-    named_tokens: dict[str, str]  # "bos_token" to "<s>", ...
-    extra_special: tuple[str, ...]  # further texts that are special tokens
-    added_tokens: tuple[AddedTokenEntry, ...]  # by id
-    tokenizer_class: str | None  # in transformers
-    add_bos: bool | None
-    add_eos: bool | None
-    legacy: bool  # sentencepiece: text after a special token gets a leading space
-    chat_template: str | None
-    eos_token_ids: tuple[int, ...]  # generation_config.json's, else config.json's
-    has_types: bool  # models get the types of tokens
-
-
 def read_metadata(directory: Path) -> TokenizerMetadata:
-    """Returns the content of the files beside a tokenizer; each file may be absent.
+    """Returns the content of the files beside a tokenizer, of which each may be absent, or what a GGUF file says.
 
     Raises:
         TokenizerError: a file is malformed; the message names the file or the key.
     """
+    if is_gguf(directory):
+        from jaxserve.tokenizers.gguf import read_gguf_metadata
+
+        return read_gguf_metadata(directory)
     config = read_json(directory / "tokenizer_config.json") or {}
     token_map = read_json(directory / "special_tokens_map.json") or {}
     named: dict[str, str] = {}
@@ -225,11 +201,15 @@ def _read_chat_template(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Returns the EOS ids of a checkpoint: generation_config.json's, else config.json's.
+    """Returns the EOS ids of a checkpoint: generation_config.json's, else config.json's; of a GGUF file its own.
 
     Raises:
         TokenizerError: a file is malformed, or `eos_token_id` holds something other than token ids.
     """
+    if is_gguf(directory):
+        from jaxserve.tokenizers.gguf import read_gguf_end_tokens
+
+        return read_gguf_end_tokens(directory)
     config = read_json(directory / "generation_config.json")
     if config is None:
         config = read_json(directory / "config.json") or {}

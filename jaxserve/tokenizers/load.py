@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxserve.errors import TokenizerError
+from jaxserve.gguf_file import is_gguf
 from jaxserve.tokenizers.transformers_names import TransformersTokenizer
 
-_WHAT_WORKS = "a tokenizer.json, or one sentencepiece .model file (tokenizer.model)"
+_WHAT_WORKS = "a tokenizer.json, one sentencepiece .model file (tokenizer.model), or a GGUF file"
 _TIKTOKEN = "tiktoken.model"
 
 
@@ -17,6 +18,7 @@ def load_tokenizer(path: str | Path, *, lowercases: bool = False) -> Transformer
     Args:
         path: a checkpoint's directory (tokenizer.json is preferred, then tokenizer.model, then a single other .model
             file, which may be Kimi's tiktoken.model), or one of these files. The JSON files beside it are read as well.
+            Of a GGUF file its own metadata are.
         lowercases: texts are written in small letters first. Only a tokenizer.json can do that.
 
     Raises:
@@ -24,6 +26,8 @@ def load_tokenizer(path: str | Path, *, lowercases: bool = False) -> Transformer
             what would work.
     """
     file = _find_tokenizer_file(Path(path))
+    if is_gguf(file) and not lowercases:
+        return _load_gguf(file)
     if file.suffix == ".json":
         from jaxserve.tokenizers.huggingface import load_huggingface
 
@@ -39,11 +43,22 @@ def load_tokenizer(path: str | Path, *, lowercases: bool = False) -> Transformer
     return load_sentencepiece(file)
 
 
+def _load_gguf(file: Path) -> TransformersTokenizer:
+    from jaxserve.tokenizers.gguf import make_bpe, make_sentencepiece, read_gguf_metadata, read_vocabulary
+    from jaxserve.tokenizers.huggingface import HuggingFaceTokenizer
+    from jaxserve.tokenizers.sentencepiece import SentencePieceTokenizer
+
+    vocabulary, metadata = read_vocabulary(file), read_gguf_metadata(file)
+    if vocabulary.model == "gpt2":
+        return HuggingFaceTokenizer(make_bpe(vocabulary, metadata), metadata, file)
+    return SentencePieceTokenizer(make_sentencepiece(vocabulary, metadata), metadata, file)
+
+
 def _find_tokenizer_file(path: Path) -> Path:
     if path.exists() and not path.is_dir():
-        if path.suffix in (".json", ".model"):
+        if path.suffix in (".json", ".model") or is_gguf(path):
             return path
-        raise TokenizerError(f"{path} is neither; give {_WHAT_WORKS}", field="tokenizer", value=str(path))
+        raise TokenizerError(f"{path} is none; give {_WHAT_WORKS}", field="tokenizer", value=str(path))
     if not path.is_dir():
         raise TokenizerError(
             f"{path} does not exist; give a directory with {_WHAT_WORKS}", field="tokenizer", value=str(path)

@@ -1,4 +1,4 @@
-"""Quantizes a checkpoint and writes it again, in the format of compressed-tensors."""
+"""Writes a checkpoint again in safetensors: quantized, as compressed-tensors does, or as a GGUF file has it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import numpy as np
 from jaxserve.engine.model_files import ModelFiles
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ConfigError
+from jaxserve.gguf_file import is_gguf
 from jaxserve.model_options import ModelOptions
 
 if TYPE_CHECKING:
     from jaxserve.core.models.base import DecoderConfig
     from jaxserve.core.models.matrix_formats import MatrixFormat
-    from jaxserve.core.weights.reader import SafetensorsCheckpoint
+    from jaxserve.core.weights.reader import Checkpoint
 
 _WEIGHT = ".weight"
 
@@ -32,12 +33,13 @@ class Written:
     num_bytes: int
 
 
-def quantize_checkpoint(
+def convert_checkpoint(
     options: ModelOptions, files: ModelFiles, folder: Path, *, progress: ShowProgress = hide_progress
 ) -> Written:
     """Writes the model's checkpoint to `folder`, quantized as `options` would quantize it while it is read.
 
-    Matrices are quantized one at a time, on the first device. Other tensors are copied as they are.
+    Matrices are quantized one at a time, on the first device. Other tensors are copied as they are, those that a GGUF
+    file has in other types than safetensors in the model's dtype. GGUF files need no scheme.
 
     Raises:
         ConfigError: no scheme is given, or it does not fit the model or its files.
@@ -50,6 +52,7 @@ def quantize_checkpoint(
     from jaxserve.core.weights.write import refuse_target, write_checkpoint
     from jaxserve.families.registry import describe_files, ignored_weights, param_specs, weight_sources
     from jaxserve.features.quantization.compressed import describe_quantization
+    from jaxserve.tokenizers.gguf import write_gguf_tokenizer
 
     refuse_target(folder)
     model = _choose_model(options, files)
@@ -57,15 +60,20 @@ def quantize_checkpoint(
     checkpoint = open_checkpoint(path)
     check_tensors(checkpoint, flatten_specs(param_specs(stored))[0], weight_sources(stored), ignored_weights(stored))
     matrices = _find_matrices(model, checkpoint)
-    assert model.quantization is not None
-    settings = describe_quantization(model.quantization, _list_left_out(stored, checkpoint, matrices))
-    with progress("Quantizing weights", unit="bytes") as report:
+    hf_config = {**files.hf_config, "dtype": model.dtype} if is_gguf(path) else dict(files.hf_config)
+    if matrices and model.quantization is not None:
+        left_out = _list_left_out(stored, checkpoint, matrices)
+        hf_config["quantization_config"] = describe_quantization(model.quantization, left_out)
+    with progress("Writing weights", unit="bytes") as report:
         written = write_checkpoint(
             folder,
             _quantize_all(checkpoint, matrices, model.dtype, report, allow_nonfinite=options.allow_nonfinite),
-            {**files.hf_config, "quantization_config": settings},
+            hf_config,
         )
-    copy_companions(path, folder)
+    if is_gguf(path):
+        write_gguf_tokenizer(path, folder)
+    else:
+        copy_companions(path, folder)
     return Written(len(matrices), sum(checkpoint.count_bytes(name) for name in checkpoint.names), written)
 
 
@@ -73,6 +81,8 @@ def _choose_model(options: ModelOptions, files: ModelFiles) -> DecoderConfig:
     from jaxserve.engine.model_files import read_model
 
     model = read_model(options, files)
+    if files.path is not None and is_gguf(files.path):
+        return model
     if model.quantization is None:
         message = "names no scheme, so there is nothing to convert; for example fp8_per_channel"
         raise ConfigError(message, field="quantization", value=options.quantization)
@@ -82,7 +92,7 @@ def _choose_model(options: ModelOptions, files: ModelFiles) -> DecoderConfig:
     return model
 
 
-def _find_matrices(model: DecoderConfig, checkpoint: SafetensorsCheckpoint) -> dict[str, MatrixFormat]:
+def _find_matrices(model: DecoderConfig, checkpoint: Checkpoint) -> dict[str, MatrixFormat]:
     """Returns the format of each tensor that is quantized."""
     from jaxserve.families.registry import describe_files, list_schemes, weight_sources
     from jaxserve.features.quantization.compressed import require_fit
@@ -100,9 +110,7 @@ def _find_matrices(model: DecoderConfig, checkpoint: SafetensorsCheckpoint) -> d
     return found
 
 
-def _list_left_out(
-    stored: DecoderConfig, checkpoint: SafetensorsCheckpoint, matrices: Mapping[str, MatrixFormat]
-) -> list[str]:
+def _list_left_out(stored: DecoderConfig, checkpoint: Checkpoint, matrices: Mapping[str, MatrixFormat]) -> list[str]:
     """Returns the modules of all other matrices but embeddings."""
     from jaxserve.families.registry import weight_sources
 
@@ -114,7 +122,7 @@ def _list_left_out(
 
 
 def _quantize_all(
-    checkpoint: SafetensorsCheckpoint,
+    checkpoint: Checkpoint,
     matrices: Mapping[str, MatrixFormat],
     dtype: str,
     report: Any,
@@ -122,6 +130,7 @@ def _quantize_all(
     allow_nonfinite: bool,
 ) -> Iterator[tuple[str, np.ndarray]]:
     from jaxserve.core.weights.finite import require_finite
+    from jaxserve.core.weights.place import cast_host
     from jaxserve.features.quantization.compressed import pack_matrix
 
     done, total = 0, sum(checkpoint.count_bytes(name) for name in checkpoint.names)
@@ -130,7 +139,8 @@ def _quantize_all(
             require_finite(checkpoint, [name])
         tensor, form = checkpoint.read(name), matrices.get(name)
         if form is None:
-            yield name, tensor
+            is_other = is_gguf(checkpoint.path) and checkpoint.dtype_name(name) == "F32"
+            yield name, cast_host(tensor, dtype, name=name) if is_other else tensor
         else:
             module = name.removesuffix(_WEIGHT)
             for part, array in pack_matrix(form, *_quantize(tensor, form, dtype)).items():

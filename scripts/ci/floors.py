@@ -7,6 +7,7 @@ FLOORS = {
     "pallas_kernels": "F0",
     "jaxserve.errors": "F1.0",
     "jaxserve.files": "F1.0",
+    "jaxserve.gguf_file": "F1.1",
     "jaxserve.structured_checks": "F1.1",
     "jaxserve.structural_parts": "F1.1",
     "jaxserve.structural_tag": "F1.1.1",

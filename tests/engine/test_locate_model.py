@@ -62,8 +62,12 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
         "hf_quant_config.json",
         ("has no object `quantization`",),
     ),
-    "gguf": ({"llama-Q4_K_M.gguf": b"", "llama-Q8_0.gguf": b""}, "model", ("GGUF", "original repository, in safetens")),
-    "gguf and config": ({"config.json": LLAMA, "llama.gguf": b""}, "model", ("GGUF", "original repository")),
+    "gguf": (
+        {"llama-Q4_K_M.gguf": b"", "llama-Q8_0.gguf": b""},
+        "model",
+        ("a GGUF model is one file", "owner/name:file.gguf"),
+    ),
+    "gguf and config": ({"config.json": LLAMA, "llama.gguf": b""}, "model", ("a GGUF model is one file",)),
     "lora": (
         {
             "adapter_config.json": {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.1-8B"},

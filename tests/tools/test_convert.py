@@ -22,7 +22,7 @@ from jaxserve.features.choose import make_shapes
 from jaxserve.model_options import DEMO_MODEL, ModelOptions
 from jaxserve.quantization_config import SCHEMES
 from jaxserve.tools.cli import main
-from jaxserve.tools.convert import quantize_checkpoint
+from jaxserve.tools.convert import convert_checkpoint
 from tests.core.weights.checkpoints import flatten_arrays
 from tests.e2e.helpers import generate_ids, greedy, make_llm
 from tests.golden_cases import load_case
@@ -38,7 +38,7 @@ def read_params(model: str, **options: Any) -> dict[str, np.ndarray]:
 
 def convert(model: str, folder: Path, **options: Any) -> Path:
     chosen = EngineConfig.from_options(model=model, **options).model
-    quantize_checkpoint(chosen, locate_model(chosen), folder)
+    convert_checkpoint(chosen, locate_model(chosen), folder)
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 
 from jaxserve.core.weights.file_formats import (
@@ -19,8 +20,9 @@ from jaxserve.core.weights.file_formats import (
 from jaxserve.core.weights.json_files import MODELOPT_FILE
 from jaxserve.core.weights.sentence_transformers import MODULE_FILES, MODULES_FILE, PROMPTS_FILE, TEXTS_FILE
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.gguf_file import is_gguf, list_parts
 from jaxserve.model_options import DEMO_MODEL
-from jaxserve.presets import list_presets
+from jaxserve.presets import SMOL_MODEL, list_presets
 
 # The files of a complete checkpoint beside its weights and config.json.
 COMPANION_FILES = (
@@ -49,21 +51,24 @@ _HOW_ELSE = (
 
 
 def resolve_checkpoint(model: str, revision: str | None = None, *, need_weights: bool = True) -> Path:
-    """Returns the directory that holds the checkpoint `model`.
+    """Returns the directory that holds the checkpoint `model`, or its GGUF file.
 
-    `model` is a directory or a hub id ("name" or "owner/name"). The config, safetensors and tokenizer files of a hub id
-    are downloaded to the Hugging Face cache, or found there when the hub cannot be reached. `revision` is a branch, tag
-    or commit of the hub repository. Without `need_weights` the weights are not downloaded yet: `download_weights` does
-    that when everything else is known to fit.
+    `model` is a directory, a GGUF file, a hub id ("name" or "owner/name") or a GGUF file there ("owner/name:file.gguf",
+    the first of several parts, which are all downloaded at once). The config, safetensors and tokenizer files of a hub
+    id are downloaded to the Hugging Face cache, or found there when the hub cannot be reached. `revision` is a branch,
+    tag or commit of the hub repository. Without `need_weights` the weights are not downloaded yet: `download_weights`
+    does that when everything else is known to fit.
 
     Raises ConfigError (field "model" or "revision"), which says what was tried and what would work.
     """
     path = Path(model).expanduser()
-    if model and path.is_dir():
+    if model and path.is_dir() and not is_gguf(model):
         if revision is not None:
             raise ConfigError(f"{path} is a local directory, which has no revisions", field="revision", value=revision)
         return path
     refuse_foreign_name(model)
+    if is_gguf(model):
+        return _resolve_gguf(model, path, revision)
     if path.is_file():
         raise ConfigError(
             f"{path} is a file; give the directory that holds config.json and *.safetensors", field="model", value=model
@@ -74,6 +79,23 @@ def resolve_checkpoint(model: str, revision: str | None = None, *, need_weights:
     if (folder / MODULES_FILE).exists():
         _download(model, folder.name, MODULE_FILES, unwanted=_CODE)
     return folder
+
+
+def _resolve_gguf(model: str, path: Path, revision: str | None) -> Path:
+    repository, colon, name = model.rpartition(":")
+    if path.exists() or not colon:
+        if not path.is_file():
+            reason = "is a directory, and GGUF models are files" if path.is_dir() else "does not exist"
+            raise ConfigError(f"{shorten(model)} {reason}. {_HOW_ELSE}", field="model", value=model)
+        if revision is not None:
+            raise ConfigError(f"{path} is a local file, which has no revisions", field="revision", value=revision)
+        return path
+    names = [part.as_posix() for part in list_parts(Path(name))]
+    folder = _download(repository, revision, tuple(map(escape, names)), unwanted=())
+    missing = [part for part in names if not (folder / part).is_file()]
+    if missing:
+        raise ConfigError(f"{repository} on the hub has no file {missing[0]}", field="model", value=model)
+    return folder / names[0]
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -149,7 +171,7 @@ def _unreachable(model: str, where: str, error: Exception) -> ConfigError:
 
 def _hint(model: str) -> str:
     """Returns a suggestion if the name is close to that of a model that comes with jaxserve, else ""."""
-    nearest = difflib.get_close_matches(model, (DEMO_MODEL, *list_presets()), n=1, cutoff=0.7)
+    nearest = difflib.get_close_matches(model, (DEMO_MODEL, SMOL_MODEL, *list_presets()), n=1, cutoff=0.7)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 

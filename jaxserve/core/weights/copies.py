@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.core.models.base import DecoderConfig, WeightSource
 from jaxserve.core.weights.file_formats import checkpoint_format, has_weights
 from jaxserve.core.weights.place import cast_host
-from jaxserve.core.weights.reader import LOADABLE_DTYPES, SafetensorsCheckpoint, open_checkpoint
+from jaxserve.core.weights.reader import LOADABLE_DTYPES, Checkpoint, open_checkpoint
 from jaxserve.errors import WeightsError
 from jaxserve.families.registry import describe_files, list_params
 
@@ -35,7 +35,7 @@ def untie_head(model: DecoderConfig, path: Path) -> DecoderConfig:
     return dataclasses.replace(model, embedding=dataclasses.replace(model.embedding, tied=False))
 
 
-def has_other_copy(checkpoint: SafetensorsCheckpoint, source: WeightSource, dtype: str) -> bool:
+def has_other_copy(checkpoint: Checkpoint, source: WeightSource, dtype: str) -> bool:
     """Whether files have a copy of a parameter that becomes other numbers in `dtype`, or is quantized.
 
     Raises WeightsError for a copy of another shape.

@@ -10,6 +10,7 @@ from jaxserve.core.models.hf_config import QUANTIZATION_KEY
 from jaxserve.core.weights.json_files import MAX_JSON_BYTES, parse_json_object
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.files import read_regular
+from jaxserve.gguf_file import is_gguf
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -20,8 +21,8 @@ ORIGINAL_CONFIG = "params.json"
 # Files that quantization tools write, some of them beside a config.json that says nothing, and the tools' methods.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
-_GGUF = "GGUF files are not read; use the original repository, in safetensors"
-_GGUF_NAME = re.compile(r"[.-]gguf(:[^/]*)?$", re.IGNORECASE)  # a file or repository, as llama.cpp's users name them
+_GGUF = "a GGUF model is one file; give its path, of the hub as owner/name:file.gguf"
+_GGUF_NAME = re.compile(r"-gguf(:[^/]*)?$", re.IGNORECASE)  # a repository, as llama.cpp's users name them
 _NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler)\.")  # pickles of training runs
 
 
@@ -31,12 +32,12 @@ def checkpoint_format(path: Path) -> Literal["safetensors", "orbax"]:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether the directory `path` holds weights in a format that is read."""
-    return any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE, PARAMS_FOLDER))
+    """Whether the directory `path` holds weights in a format that is read, or is a GGUF file."""
+    return is_gguf(path) or any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE, PARAMS_FOLDER))
 
 
 def refuse_foreign_name(model: str) -> None:
-    """Raises ConfigError (field "model") for the name of a GGUF file or repository."""
+    """Raises ConfigError (field "model") for the name of a repository of GGUF files."""
     if _GGUF_NAME.search(model):
         raise ConfigError(f"{shorten(model)}: {_GGUF}", field="model", value=model)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.core.weights.reader import SafetensorsCheckpoint
+from jaxserve.core.weights.reader import Checkpoint
 from jaxserve.errors import WeightsError
 
 # The bits of the least number that is none, without its sign. Of the other types that weights have, none has any.
@@ -41,7 +41,7 @@ def is_finite_everywhere(array: jax.Array) -> bool:
     return array.dtype.name not in _LEAST_BITS or bool(jnp.isfinite(array).all())
 
 
-def require_finite(checkpoint: SafetensorsCheckpoint, names: Iterable[str]) -> None:
+def require_finite(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """Raises WeightsError, naming tensor and file, for the first of these tensors that has NaN or infinity."""
     for name in names:
         if has_nonfinite(checkpoint.read(name)):

@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.core.models.hf_config import MODELOPT, QUANTIZATION_KEY
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.files import read_regular
+from jaxserve.gguf_file import is_gguf
 
 MODELOPT_FILE = "hf_quant_config.json"
 MAX_JSON_BYTES = 2**24  # per config file; published ones take some kilobytes
@@ -40,12 +41,16 @@ def parse_json_object(data: bytes, max_values: int = _MAX_VALUES) -> dict[str, A
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
-    """Returns the `config.json` in the directory `path`, checked only to be an object.
+    """Returns the `config.json` in the directory `path`, checked only to be an object; of a GGUF file one made of it.
 
     If it does not say how the weights are quantized, ModelOpt's file of its own does, where there is one.
 
     Raises ConfigError naming the file when it is absent, unreadable or malformed.
     """
+    if is_gguf(path):
+        from jaxserve.core.weights.gguf_config import read_gguf_config
+
+        return read_gguf_config(path)
     file = path / "config.json"
     if not file.exists():
         raise ConfigError(f"there is no config.json in {path}; it is part of every checkpoint", field=str(file))

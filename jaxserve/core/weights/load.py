@@ -21,7 +21,7 @@ from jaxserve.core.weights.finite import has_nonfinite, require_finite
 from jaxserve.core.weights.paths import flatten_specs, unflatten
 from jaxserve.core.weights.pieces import HostPiece, Piece, count_pieces
 from jaxserve.core.weights.place import CastParameter, cast_host, place_host
-from jaxserve.core.weights.reader import LOADABLE_DTYPES, SafetensorsCheckpoint, list_names, open_checkpoint
+from jaxserve.core.weights.reader import LOADABLE_DTYPES, Checkpoint, list_names, open_checkpoint
 from jaxserve.errors import WeightsError
 
 _log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def stream_pieces(
 
 
 def check_tensors(
-    checkpoint: SafetensorsCheckpoint,
+    checkpoint: Checkpoint,
     specs: Mapping[str, ParamSpec],
     sources: Mapping[str, WeightSource],
     ignored: tuple[str, ...] = (),
@@ -151,7 +151,7 @@ def check_tensors(
 
 
 def _require_equal_copies(
-    checkpoint: SafetensorsCheckpoint, specs: Mapping[str, ParamSpec], sources: Mapping[str, WeightSource]
+    checkpoint: Checkpoint, specs: Mapping[str, ParamSpec], sources: Mapping[str, WeightSource]
 ) -> None:
     """Raises WeightsError for a head that differs from the embedding that it is tied to (`untie_head`)."""
     for parameter, source in sources.items():
@@ -160,7 +160,7 @@ def _require_equal_copies(
             raise WeightsError(f"{message}tie_word_embeddings: false in config.json", field=str(source.copy))
 
 
-def _check_left_out(checkpoint: SafetensorsCheckpoint, sources: Mapping[str, WeightSource], *, is_shared: bool) -> None:
+def _check_left_out(checkpoint: Checkpoint, sources: Mapping[str, WeightSource], *, is_shared: bool) -> None:
     """Logs the tensors that are not read: those that hold weights as a warning, unless files are shared.
 
     Weights have at least two axes, which biases have among experts, and GPTQ's zero points, too.
@@ -179,7 +179,7 @@ def _check_left_out(checkpoint: SafetensorsCheckpoint, sources: Mapping[str, Wei
         _log.info("%d tensors of the checkpoint are not needed: %s", len(others), list_names(others))
 
 
-def _require_empty_biases(checkpoint: SafetensorsCheckpoint, used: Collection[str], left_out: Collection[str]) -> None:
+def _require_empty_biases(checkpoint: Checkpoint, used: Collection[str], left_out: Collection[str]) -> None:
     """Raises WeightsError for a bias that is not read, of a module that is, unless it is all zeros."""
     modules = {name.rpartition(".")[0] for name in used}
     for name in left_out:
@@ -192,7 +192,7 @@ def _require_empty_biases(checkpoint: SafetensorsCheckpoint, used: Collection[st
 
 
 def _check_tensor(
-    checkpoint: SafetensorsCheckpoint, name: str, shape: tuple[int, ...], loadable: Collection[str], *, exact: bool
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], loadable: Collection[str], *, exact: bool
 ) -> None:
     """Raises WeightsError for another shape or dtype; unless `exact`, axes of one at the end do not count."""
     found, dtype = checkpoint.shape(name), checkpoint.dtype_name(name)
@@ -209,7 +209,7 @@ def _strip_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _require_finite(checkpoint: SafetensorsCheckpoint, source: WeightSource, value: np.ndarray) -> None:
+def _require_finite(checkpoint: Checkpoint, source: WeightSource, value: np.ndarray) -> None:
     """Raises WeightsError if a part of a parameter has NaN or infinity, naming the tensor that has it."""
     if has_nonfinite(value):
         require_finite(checkpoint, source.names)
@@ -218,7 +218,7 @@ def _require_finite(checkpoint: SafetensorsCheckpoint, source: WeightSource, val
 
 
 def _build_host(
-    checkpoint: SafetensorsCheckpoint,
+    checkpoint: Checkpoint,
     name: str,
     spec: ParamSpec,
     source: WeightSource,

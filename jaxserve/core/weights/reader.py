@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,7 @@ from jaxserve.core.weights.header import MAX_TENSORS, TensorEntry, parse_header
 from jaxserve.core.weights.json_files import parse_json_object
 from jaxserve.errors import WeightsError, shorten
 from jaxserve.files import open_regular, read_regular
+from jaxserve.gguf_file import is_gguf
 
 MAX_INDEX_BYTES = 2**27  # DeepSeek-V3's has 9 MB
 _MAX_NAMES = 4  # that an error lists
@@ -42,6 +44,40 @@ class _Location:
     entry: TensorEntry
     file: str
     data: mmap.mmap
+
+
+class Checkpoint(Protocol):
+    """All tensors of one checkpoint by name, whatever its format."""
+
+    path: Path
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the stored shape of a tensor; KeyError for an unknown name."""
+
+    def count_bytes(self, name: str) -> int:
+        """Returns the bytes of a tensor in its file."""
+
+    def file(self, name: str) -> str:
+        """Returns the path of the file that has a tensor."""
+
+    def dtype_name(self, name: str) -> str:
+        """Returns the dtype that `read` gives, as safetensors names it ("BF16")."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns the tensor, or a matrix whose rows are expanded where it is indexed; read-only.
+
+        Bytes are read when they are used.
+        """
+
+    def prefetch(self, name: str) -> None:
+        """Asks the system to read the tensor's bytes from disk soon."""
+
+    def release(self, name: str) -> None:
+        """Tells the system that the tensor's bytes are not needed soon."""
 
 
 class SafetensorsCheckpoint:
@@ -103,8 +139,10 @@ class SafetensorsCheckpoint:
             location.data.madvise(getattr(mmap, advice), start, length)
 
 
-def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` lists, in the directory `path`.
+
+    If `path` is a GGUF file, opens it and the parts that belong to it.
 
     The tensors of what follows a pooler are in folders, whose names are in front of theirs: `2_Dense/linear.bias`.
 
@@ -112,6 +150,10 @@ def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
     index does not list the single file; and when the index and the shards disagree: a listed tensor is not in its
     shard, a tensor is in two shards, or a shard holds a tensor that the index does not list.
     """
+    if is_gguf(path):
+        from jaxserve.core.weights.gguf_checkpoint import open_gguf_checkpoint
+
+        return open_gguf_checkpoint(path)
     single, index = path / SINGLE_FILE, path / INDEX_FILE
     if index.exists():
         weight_map = _read_weight_map(index)

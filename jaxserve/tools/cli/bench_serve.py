@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import read_client_key
 from jaxserve.errors import ConfigError, JaxServeError
+from jaxserve.gguf_file import is_gguf
 from jaxserve.option_flags import read_object
+from jaxserve.presets import DEMO_MODEL, SMOL_MODEL, find_packaged
 from jaxserve.tools.bench.datasets import DatasetOptions, add_dataset_flags, read_dataset_options
 from jaxserve.tools.bench.environment import describe_environment
 from jaxserve.tools.bench.load.metrics import METRICS, Slo, list_warnings
@@ -214,16 +216,20 @@ def _read_percentiles(args: argparse.Namespace) -> tuple[float, ...]:
 
 def _load_tokenizer(args: argparse.Namespace, model: ServedModel) -> Tokenizer | None:
     """Returns the tokenizer that was asked for, else the model's if it is here."""
-    from jaxserve.presets import demo_model_dir
     from jaxserve.tokenizers import load_tokenizer
 
     name = args.tokenizer or next(
-        (each for each in (model.root, model.name) if each == "demo" or Path(each).is_dir()), None
+        (
+            each
+            for each in (model.root, model.name)
+            if each in (DEMO_MODEL, SMOL_MODEL) or Path(each).is_dir() or is_gguf(each)
+        ),
+        None,
     )
     if name is None:
         return None
     try:
-        return load_tokenizer(demo_model_dir() if name == "demo" else name)
+        return load_tokenizer(find_packaged(name) or name)
     except JaxServeError:
         if args.tokenizer is not None:
             raise

@@ -11,6 +11,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.device_kinds import find_kind
 from jaxserve.devices import find_devices
 from jaxserve.errors import TokenizerError
+from jaxserve.gguf_file import is_gguf
 from jaxserve.tools.cli.flags import read_engine_options, read_flags, read_given_sampling, read_sampling_params
 from jaxserve.tools.cli.packages import SERVER_PACKAGES, require_packages
 from jaxserve.tools.cli.prompts import split_words
@@ -179,6 +180,6 @@ def _require_tokenizer(options: dict[str, Any], *, needs_template: bool) -> None
     if path is None:
         message = f"the preset {config.model!r} has none; give a tokenizer's directory with --tokenizer"
         raise TokenizerError(message, field="tokenizer")
-    if needs_template and read_metadata(path if path.is_dir() else path.parent).chat_template is None:
+    if needs_template and read_metadata(path if path.is_dir() or is_gguf(path) else path.parent).chat_template is None:
         message = f"the tokenizer in {path} has none; give one with --chat-template FILE"
         raise TokenizerError(message, field="chat_template")

@@ -1,4 +1,4 @@
-"""`jaxserve convert`: quantizes a checkpoint and writes it for jaxserve, vLLM and transformers."""
+"""`jaxserve convert`: writes a checkpoint, quantized or from GGUF, for jaxserve, vLLM and transformers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def convert(args: argparse.Namespace) -> None:
     from jaxserve.core.runtime.memory import format_bytes
     from jaxserve.engine.model_files import locate_model
     from jaxserve.engine.progress import show_progress
-    from jaxserve.tools.convert import quantize_checkpoint
+    from jaxserve.tools.convert import convert_checkpoint
 
     options = EngineConfig.from_options(**read_engine_options(args)).model
-    written = quantize_checkpoint(options, locate_model(options), Path(args.output), progress=show_progress)
+    written = convert_checkpoint(options, locate_model(options), Path(args.output), progress=show_progress)
     before, after = format_bytes(written.num_bytes_read), format_bytes(written.num_bytes)
     print(f"{args.output}: {written.num_matrices:,} matrices quantized; weights of {before} became {after}")

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TextIO
 
 from jaxserve.errors import ConfigError
+from jaxserve.gguf_file import is_gguf
 from jaxserve.model_options import DEMO_MODEL
-from jaxserve.presets import list_presets
+from jaxserve.presets import SMOL_MODEL, list_presets
 
 RULE = (
-    "The first word is the model if it is one (demo, a preset, a checkpoint's directory, or of the form owner/name) "
+    "The first word is the model if it is one (demo, smol, a preset, a checkpoint's directory, a GGUF file, or of the "
+    "form owner/name) "
     "and a prompt follows it, as a word or on standard input. Else all words are prompts for --model."
 )
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -21,7 +23,7 @@ _PATH = re.compile(r"(/|~/|\.\.?/)[^/\s]\S*")
 
 def looks_like_model(word: str) -> bool:
     """Whether a word may be a model: by its name, its form, or a checkpoint at that path."""
-    if word == DEMO_MODEL or word in list_presets() or word.endswith(".gguf"):
+    if word in (DEMO_MODEL, SMOL_MODEL, *list_presets()) or is_gguf(word):
         return True
     if _HUB_ID.fullmatch(word) or _PATH.fullmatch(word):
         return True

@@ -43,14 +43,48 @@ def test_file_instead_of_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["{tmp}/llama-Q4_K_M.gguf", "owner/Llama-3-8B-GGUF", "owner/llama-gguf:Q4_K_M", "owner/name/model.GGUF"]
+    ("model", "words"),
+    [
+        ("owner/Llama-3-8B-GGUF", "owner/name:file.gguf"),
+        ("owner/llama-gguf:Q4_K_M", "owner/name:file.gguf"),
+        ("owner/name/model.GGUF", "does not exist"),
+        ("{tmp}/folder.gguf", "is a directory, and GGUF models are files"),
+    ],
 )
-def test_gguf_is_known_by_its_name(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_is_known_by_its_name(model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
-    (tmp_path / "llama-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="GGUF") as caught:
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(ConfigError, match=words) as caught:
         resolve_checkpoint(model.format(tmp=tmp_path))
     assert caught.value.field == "model"
+
+
+def test_a_gguf_file_is_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "llama-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    assert resolve_checkpoint(str(file)) == file
+    with pytest.raises(ConfigError, match="has no revisions") as caught:
+        resolve_checkpoint(str(file), "main")
+    assert caught.value.field == "revision"
+
+
+def test_all_parts_of_a_gguf_model_come_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def download(model: str, *, revision: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert (model, revision, ignore_patterns) == ("owner/name", "v2", [])
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    names = [f"Q8[0]/model-{part:05d}-of-00002.gguf" for part in (1, 2)]
+    with pytest.raises(ConfigError, match="has no file Q8"):
+        resolve_checkpoint(f"owner/name:{names[0]}", "v2")
+    (tmp_path / "Q8[0]").mkdir()
+    for name in names:
+        (tmp_path / name).touch()
+    assert resolve_checkpoint(f"owner/name:{names[0]}", "v2") == tmp_path / names[0]
+    assert asked[1] == [name.replace("[", "[[]") for name in names]
 
 
 @pytest.mark.parametrize("model", ["", "/no/such/model", "./model", "../model", "~/no-such-model", "a/b/c"])
