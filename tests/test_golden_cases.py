@@ -28,7 +28,8 @@ def test_every_family_is_covered() -> None:
     newer = {"olmo", "olmo2", "olmo3", "smollm3", "glm4", "granite", "cohere", "cohere2", "starcoder2", "gpt_neox"}
     experts = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "minimax_m2"}
     latents = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}
-    assert families == older | newer | experts | latents
+    hybrids = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+    assert families == older | newer | experts | latents | hybrids
 
 
 @pytest.mark.parametrize("name", CASES)
