@@ -130,10 +130,8 @@ def test_ids_have_the_name_where_the_template_shows_no_other() -> None:
 
 def test_what_is_left_out_is_refused() -> None:
     only_turns = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }};{% endfor %}"
-    for source in (
-        "{{ messages[-1].content }}",
-        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-    ):
+    only_users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    for source in ("{{ messages[-1].content }}", only_users):
         assert render_chat(source, [USER]) == "u0x"
         with pytest.raises(InvalidRequestError, match="does not show earlier turns"):
             render_chat(source, [USER, ANSWER, ASK])
