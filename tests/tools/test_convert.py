@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -25,6 +26,7 @@ from jaxserve.tools.cli import main
 from jaxserve.tools.convert import convert_checkpoint
 from tests.core.weights.checkpoints import flatten_arrays
 from tests.e2e.helpers import generate_ids, greedy, make_llm
+from tests.gguf_files import make_tensors, write_gguf
 from tests.golden_cases import load_case
 
 
@@ -159,3 +161,38 @@ def test_answers_are_those_of_the_engine_that_quantizes(tmp_path: Path) -> None:
         for path, options in ((folder, {}), (case.path, {"quantization": "fp8_per_channel"}))
     ]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gguf_becomes_a_checkpoint_of_the_same_model(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((load_case("llama_gqa").path / "config.json").read_text())
+    config |= {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 8}
+    number = gguf.GGMLQuantizationType[kind]
+    path = write_gguf(
+        tmp_path / "model.gguf", "llama", config, make_tensors(config), choose_type=lambda name, tensor: number
+    )
+    folder = tmp_path / "out"
+    assert main(["convert", str(path), "-o", str(folder)]) in (0, None)
+    assert "weights of" in capsys.readouterr().out
+    one, other = read_params(str(path)), read_params(str(folder))
+    assert one.keys() == other.keys()
+    assert any(name.endswith(".values") for name in one) == (kind == "Q8_0")
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype
+        np.testing.assert_array_equal(value, other[name])
+    prompts = [[3, 4, 5, 6, 7, 8], [9, 10]]
+    engines = [make_llm(dataclasses.replace(load_case("llama_gqa"), path=each)) for each in (path, folder)]
+    answers = [generate_ids(engine, prompts, greedy(8)) for engine in engines]
+    assert answers[0] == answers[1]
+
+
+def test_the_engine_answers_from_gguf_as_from_safetensors(tmp_path: Path) -> None:
+    case = load_case("llama_gqa")
+    checkpoint = open_checkpoint(case.path)
+    tensors = {name: np.array(checkpoint.read(name)) for name in checkpoint.names}
+    path = write_gguf(tmp_path / "model.gguf", "llama", case.config, tensors)
+    found = generate_ids(make_llm(dataclasses.replace(case, path=path)), case.prompts, greedy(16))
+    assert found == [ids[:16] for ids in case.greedy]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from jaxserve.core.weights.gguf_architectures import ARCHITECTURES, MIXTRAL, Arc
 from jaxserve.core.weights.gguf_names import TensorName, find_form, list_names
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.gguf_file import GGUFFile, GGUFTensor, list_end_tokens, open_gguf
+
+_log = logging.getLogger(__name__)
 
 # Keys below the architecture's name that change nothing here, or are read below by name.
 _OTHER_KEYS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal"})
@@ -75,7 +79,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     config |= _read_heads(name, config, keys, known)
     scaling = _read_scaling(file, architecture, keys, config)
     config |= {"rope_scaling": scaling} if scaling else {}
-    quantization = _describe_quantization(list_names(file, architecture), architecture)
+    names = list_names(file, architecture)
+    _log_expanded(file, names, architecture, str(config["dtype"]))
+    quantization = _describe_quantization(names, architecture)
     return config | ({"quantization_config": quantization} if quantization else {})
 
 
@@ -157,6 +163,22 @@ def _read_factors(tensor: GGUFTensor, name: str) -> list[float]:
 def _has_only_floats(file: GGUFFile) -> bool:
     """Whether all matrices of a file have 32 bits."""
     return all(tensor.type == "F32" for tensor in file.tensors.values() if len(tensor.shape) > 1)
+
+
+def _log_expanded(file: GGUFFile, names: Mapping[str, TensorName], architecture: Architecture, dtype: str) -> None:
+    """Logs the matrices of few bits that are expanded, with their bytes."""
+    kept = {each.gguf_name for name, each in names.items() if find_form(name, each, architecture) is not None}
+    few = {
+        name: tensor
+        for name, tensor in file.tensors.items()
+        if name not in kept and len(tensor.shape) > 1 and tensor.block > 1
+    }
+    if few:
+        before = sum(tensor.end - tensor.start for tensor in few.values())
+        after = sum(math.prod(tensor.shape) for tensor in few.values()) * (4 if dtype == "float32" else 2)
+        kinds = ", ".join(sorted({tensor.type for tensor in few.values()}))
+        text = "%s: %d matrices in %s are expanded to %s, %.0f MB to %.0f MB; --quantization holds them in fewer bits"
+        _log.info(text, file.path.name, len(few), kinds, dtype, before / 1e6, after / 1e6)
 
 
 def _describe_quantization(names: Mapping[str, TensorName], architecture: Architecture) -> dict[str, Any] | None:

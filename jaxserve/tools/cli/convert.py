@@ -32,4 +32,5 @@ def convert(args: argparse.Namespace) -> None:
     options = EngineConfig.from_options(**read_engine_options(args)).model
     written = convert_checkpoint(options, locate_model(options), Path(args.output), progress=show_progress)
     before, after = format_bytes(written.num_bytes_read), format_bytes(written.num_bytes)
-    print(f"{args.output}: {written.num_matrices:,} matrices quantized; weights of {before} became {after}")
+    done = f"{written.num_matrices:,} matrices quantized; " if written.num_matrices else ""
+    print(f"{args.output}: {done}weights of {before} became {after}")
