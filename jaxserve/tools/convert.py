@@ -140,7 +140,7 @@ def _quantize_all(
         tensor, form = checkpoint.read(name), matrices.get(name)
         if form is None:
             is_other = is_gguf(checkpoint.path) and checkpoint.dtype_name(name) == "F32"
-            yield name, cast_host(tensor, dtype, name=name) if is_other else tensor
+            yield name, cast_host(np.asarray(tensor), dtype, name=name) if is_other else tensor
         else:
             module = name.removesuffix(_WEIGHT)
             for part, array in pack_matrix(form, *_quantize(tensor, form, dtype)).items():

@@ -44,7 +44,7 @@ def is_finite_everywhere(array: jax.Array) -> bool:
 def require_finite(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     """Raises WeightsError, naming tensor and file, for the first of these tensors that has NaN or infinity."""
     for name in names:
-        if has_nonfinite(checkpoint.read(name)):
+        if has_nonfinite(np.asarray(checkpoint.read(name))):
             raise nonfinite_error(name, checkpoint.file(name))
 
 

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.weights import read_hf_config
 from jaxserve.core.weights.fingerprint import fingerprint_weights
+from jaxserve.core.weights.finite import require_finite
 from jaxserve.core.weights.load import check_tensors
 from jaxserve.core.weights.reader import Checkpoint, open_checkpoint
 from jaxserve.errors import ConfigError, WeightsError
@@ -207,6 +208,18 @@ def _round(source: Path, target: Path, choose: Any, number: Type) -> None:
         rounded = array if kind == Type.F32 else gguf.dequantize(gguf.quantize(array, number), number)
         writer.add_tensor(tensor.name, rounded.astype(np.float32))
     finish(writer)
+
+
+def test_a_number_that_is_none_is_found(tmp_path: Path) -> None:
+    architecture, config = read_case("llama")
+    tensors = make_tensors(config)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    path = write_gguf(tmp_path / "model.gguf", architecture, config, tensors, choose_type=lambda name, tensor: Type.F16)
+    checkpoint = open_checkpoint(path)
+    require_finite(checkpoint, ["model.layers.0.mlp.up_proj.weight"])
+    with pytest.raises(WeightsError, match=f"holds NaN or infinite values in {path}") as caught:
+        require_finite(checkpoint, sorted(checkpoint.names))
+    assert caught.value.field == "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
