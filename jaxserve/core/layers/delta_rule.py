@@ -50,13 +50,17 @@ class RuleInputs(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Some tokens in float32, with q and k of their final lengths; zeros where there is none."""
+    """Some tokens in float32, with q and k of their final lengths, for each value head; zeros where there is none.
 
-    q: Float[Array, "*n K A"]
-    k: Float[Array, "*n K A"]
-    v: Float[Array, "*n K r B"]
-    decay: Float[Array, "*n K r"]
-    beta: Float[Array, "*n K r"]
+    Products with states have the same heads on both sides. Otherwise a compiler may want another layout of the states
+    for them, and copies the whole pool to have it.
+    """
+
+    q: Float[Array, "*n N A"]
+    k: Float[Array, "*n N A"]
+    v: Float[Array, "*n N B"]
+    decay: Float[Array, "*n N"]
+    beta: Float[Array, "*n N"]
 
 
 class _Tiles(NamedTuple):
@@ -149,12 +153,11 @@ def _take_tokens(sizes: HeadSizes, inputs: RuleInputs, ids: Int[Array, "*n"], va
         found = values[ids].astype(jnp.float32)
         return jnp.where(jnp.expand_dims(valid, tuple(range(valid.ndim, found.ndim))), found, 0.0)
 
-    size, by_group = sizes.key_dim, (*ids.shape, sizes.keys, sizes.group)
-    channels = take(inputs.channels)
+    size, channels = sizes.key_dim, take(inputs.channels)
     q, k, v = channels[..., :size], channels[..., size : 2 * size], channels[..., 2 * size :]
     q, k = (each * lax.rsqrt(jnp.sum(each * each, axis=-1, keepdims=True) + _EPS) for each in (q, k))
-    gates = (take(each).reshape(by_group) for each in (inputs.decay, inputs.beta))
-    return _Tokens(q * size**-0.5, k, v.reshape(*by_group, sizes.value_dim), *gates)
+    q, k = (jnp.repeat(each, sizes.group, axis=-2) for each in (q * size**-0.5, k))
+    return _Tokens(q, k, v.reshape(*q.shape[:-1], sizes.value_dim), take(inputs.decay), take(inputs.beta))
 
 
 def _run_rows(
@@ -171,14 +174,13 @@ def _run_rows(
         pool, out = carry
         source, home, ids = (lax.dynamic_slice_in_dim(each, index * at_once, at_once) for each in (read, write, tokens))
         new = _take_tokens(sizes, inputs, ids, ids < len(inputs.channels))
-        state = _by_key(sizes, read_slots(pool, offset, source))
-        remains = jnp.exp(new.decay)[..., None]
-        seen = _einsum("njka,nkrab->nkrjb", jnp.stack([new.k, new.q], axis=1), state) * remains[..., None]
+        state = read_slots(pool, offset, source).astype(jnp.float32)
+        remains = jnp.exp(new.decay)[..., None, None]
+        seen = _einsum("nhja,nhab->nhjb", jnp.stack([new.k, new.q], axis=2), state) * remains
         change = new.beta[..., None] * (new.v - seen[..., 0, :])
-        answer = seen[..., 1, :] + jnp.sum(new.k * new.q, axis=-1)[..., None, None] * change
-        state = remains[..., None] * state + new.k[:, :, None, :, None] * change[..., None, :]
-        pool = write_slots(pool, offset, home, state.reshape(at_once, *pool.shape[2:]))
-        return pool, out.at[ids].set(answer.reshape(at_once, *out.shape[1:]).astype(out.dtype), mode="drop")
+        answer = seen[..., 1, :] + jnp.sum(new.k * new.q, axis=-1)[..., None] * change
+        pool = write_slots(pool, offset, home, remains * state + new.k[..., None] * change[..., None, :])
+        return pool, out.at[ids].set(answer.astype(out.dtype), mode="drop")
 
     return lax.fori_loop(0, (singles.count + at_once - 1) // at_once, run_some, carry)
 
@@ -198,12 +200,11 @@ def _run_tiles(
         def run_tile(at: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             pool, out = carry
             one, mine = jax.tree.map(lambda each: each[at], (tokens, matrices))
-            state = _by_key(sizes, read_slots(pool, offset, slots[at][None]))[0]
+            state = read_slots(pool, offset, slots[at][None])[0].astype(jnp.float32)
             answer, state = _advance(one, mine, state)
-            pool = write_slots(pool, offset, homes[at][None], state.reshape(1, *pool.shape[2:]))
-            answer = answer.reshape(TILE, *out.shape[1:]).astype(out.dtype)
+            pool = write_slots(pool, offset, homes[at][None], state[None])
             beside = lax.dynamic_slice_in_dim(out, starts[at], TILE)
-            answer = jnp.where(valid[at][:, None, None], answer, beside)
+            answer = jnp.where(valid[at][:, None, None], answer.astype(out.dtype), beside)
             return pool, lax.dynamic_update_slice_in_dim(out, answer, starts[at], 0)
 
         return lax.fori_loop(0, _TILES, run_tile, carry)
@@ -211,34 +212,29 @@ def _run_tiles(
     return lax.fori_loop(0, (tiles.count + _TILES - 1) // _TILES, run_some, carry)
 
 
-def _by_key(sizes: HeadSizes, states: Float[Array, "n N A B"]) -> Float[Array, "n K r A B"]:
-    return states.astype(jnp.float32).reshape(-1, *sizes)
-
-
 class _Matrices(NamedTuple):
     """What a tile needs beside its tokens and the state in front of it."""
 
-    inverse: Float[Array, "*n K r t s"]  # of I + L
-    reads: Float[Array, "*n K r t s"]  # exp(G_t - G_s) q_t k_s for s <= t
-    since_start: Float[Array, "*n K r t"]  # exp(G_t)
-    to_end: Float[Array, "*n K r s"]  # exp(G_end - G_s)
+    inverse: Float[Array, "*n N t s"]  # of I + L
+    reads: Float[Array, "*n N t s"]  # exp(G_t - G_s) q_t k_s for s <= t
+    since_start: Float[Array, "*n N t"]  # exp(G_t)
+    to_end: Float[Array, "*n N s"]  # exp(G_end - G_s)
 
 
 def _make_matrices(tokens: _Tokens) -> _Matrices:
     place = jnp.arange(TILE)
     lower, strict = place[:, None] >= place, place[:, None] > place
     # Each exponent is a sum of its own: a difference of long sums would lose the digits of small decays behind large.
-    decay = jnp.moveaxis(tokens.decay, 1, -1)  # [n K r u]
+    decay = jnp.moveaxis(tokens.decay, 1, -1)  # [n N u]
     until = lower.astype(jnp.float32)
-    between = _einsum("tu,...us->...ts", until, jnp.where(strict, decay[..., None], 0.0))
+    between = _einsum("tu,nhus->nhts", until, jnp.where(strict, decay[..., None], 0.0))
     remains = jnp.where(lower, jnp.exp(between), 0.0)
-    alike = _einsum("ntka,nska->nkts", tokens.k, tokens.k)[:, :, None]
+    alike = _einsum("ntha,nsha->nhts", tokens.k, tokens.k)
     beta = jnp.moveaxis(tokens.beta, 1, -1)[..., None]
-    asked = _einsum("ntka,nska->nkts", tokens.q, tokens.k)[:, :, None]
     return _Matrices(
         inverse=invert_unit_lower(jnp.where(strict, beta * remains * alike, 0.0)),
-        reads=remains * asked,
-        since_start=jnp.exp(_einsum("tu,...u->...t", until, decay)),
+        reads=remains * _einsum("ntha,nsha->nhts", tokens.q, tokens.k),
+        since_start=jnp.exp(_einsum("tu,nhu->nht", until, decay)),
         to_end=remains[..., -1, :],
     )
 
@@ -262,14 +258,13 @@ def invert_unit_lower(strict: Float[Array, "*n t t"]) -> Float[Array, "*n t t"]:
 
 
 def _advance(
-    tokens: _Tokens, matrices: _Matrices, state: Float[Array, "K r A B"]
-) -> tuple[Float[Array, "t K r B"], Float[Array, "K r A B"]]:
+    tokens: _Tokens, matrices: _Matrices, state: Float[Array, "N A B"]
+) -> tuple[Float[Array, "t N B"], Float[Array, "N A B"]]:
     """Returns the answers of one tile and the state behind it."""
-    both = jnp.concatenate([tokens.k, tokens.q])
-    seen = _einsum("tka,krab->krtb", both, state) * jnp.tile(matrices.since_start, 2)[..., None]
-    beta, v = jnp.moveaxis(tokens.beta, 0, -1), jnp.moveaxis(tokens.v, 0, -2)
-    change = _einsum("krts,krsb->krtb", matrices.inverse, beta[..., None] * (v - seen[..., :TILE, :]))
-    answer = seen[..., TILE:, :] + _einsum("krts,krsb->krtb", matrices.reads, change)
-    kept = matrices.since_start[..., -1, None, None] * state
-    state = kept + _einsum("ska,krsb->krab", tokens.k, matrices.to_end[..., None] * change)
-    return jnp.moveaxis(answer, 2, 0), state
+    q, k, v = (jnp.moveaxis(each, 1, 0) for each in tokens[:3])  # [N t ...]
+    seen = _einsum("hta,hab->htb", jnp.concatenate([k, q], axis=1), state)
+    seen *= jnp.tile(matrices.since_start, 2)[..., None]
+    change = _einsum("hts,hsb->htb", matrices.inverse, tokens.beta.T[..., None] * (v - seen[:, :TILE]))
+    answer = seen[:, TILE:] + _einsum("hts,hsb->htb", matrices.reads, change)
+    grown = _einsum("hsa,hsb->hab", k * matrices.to_end[..., None], change)
+    return jnp.moveaxis(answer, 1, 0), matrices.since_start[:, -1, None, None] * state + grown
