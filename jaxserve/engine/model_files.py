@@ -65,7 +65,7 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
     load_jax()
     from jaxserve.core.models.hf_config import override_config
     from jaxserve.core.weights import read_hf_config, refuse_foreign_folder, resolve_checkpoint
-    from jaxserve.core.weights.cross_encoder import add_activation, is_cross_encoder
+    from jaxserve.core.weights.cross_encoder import add_activation, check_texts, is_cross_encoder
     from jaxserve.core.weights.sentence_transformers import read_modules
     from jaxserve.families.registry import find_family
 
@@ -88,9 +88,13 @@ def locate_model(options: ModelOptions, *, need_weights: bool = True) -> ModelFi
     refuse_foreign_folder(path, need_weights=hub_id is None and options.load_format != "dummy")
     hf_config = override_config(read_hf_config(path), options.hf_overrides or {})
     find_family(hf_config)
-    if is_cross_encoder(path):
-        return ModelFiles(path, add_activation(hf_config, path), find_generation_config(options, path), hub_id)
-    return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id, read_modules(path))
+    is_classifier = is_cross_encoder(path, hf_config)
+    modules = None if is_classifier else read_modules(path)
+    if is_classifier:
+        check_texts(path)
+    if is_classifier or (modules is not None and modules.logit_score is not None):
+        hf_config = add_activation(hf_config, path)
+    return ModelFiles(path, hf_config, find_generation_config(options, path), hub_id, modules)
 
 
 def read_model(options: ModelOptions, files: ModelFiles, device_kind: str = "") -> DecoderConfig:

@@ -13,7 +13,7 @@ from jaxserve.pooling_options import PoolingOptions
 if TYPE_CHECKING:
     from jaxserve.core.layers.pooling import PoolerConfig
     from jaxserve.core.models.base import DecoderConfig
-    from jaxserve.core.weights.sentence_transformers import SentenceModules
+    from jaxserve.core.weights.sentence_transformers import LogitScore, SentenceModules
     from jaxserve.tokenizers import Tokenizer
 
 
@@ -29,12 +29,11 @@ def choose_pooling(
     """
     if model.pooler.classes is not None:
         return _check_classifier(model, options)
+    if modules is not None and modules.logit_score is not None:
+        return _check_classifier(_score_by_tokens(model, modules.logit_score, hf_config), options)
     if options.convert == "classify":
         message = f"{model.family} of this architecture has no classes; leave it out"
         raise ConfigError(message, field="convert", value=options.convert)
-    if modules is not None and modules.logit_score is not None:
-        message = "is a reranker's that scores pairs by the logits of tokens (LogitScore), which is not read yet"
-        raise ConfigError(message, field="modules.json", value=modules.logit_score)
     pooler = model.pooler if modules is None else modules.pooler
     pooler = dataclasses.replace(pooler, trained_sizes=_read_sizes(hf_config))
     given = options.pooler_config
@@ -125,6 +124,22 @@ def add_answers(
         ids += found
     dense = project_answers(model, FAMILIES[model.family].trunk, ids)
     return dataclasses.replace(model, pooler=dataclasses.replace(model.pooler, denses=(dense,)))
+
+
+def _score_by_tokens(model: DecoderConfig, score: LogitScore, hf_config: Mapping[str, Any]) -> DecoderConfig:
+    """Returns a decoder as the reranker that modules.json makes of it; ConfigError for a token that it has not."""
+    from jaxserve.core.layers.pooling import ClassConfig, PoolerConfig
+    from jaxserve.families.classification import project_answers, read_activation
+    from jaxserve.families.registry import FAMILIES
+
+    ids = [each for each in (score.false_token_id, score.true_token_id) if each is not None]
+    if not model.causal or max(ids) >= model.vocab_size:
+        message = f"LogitScore needs a decoder with the tokens {shorten(ids)}"
+        raise ConfigError(message, field="modules.json", value=ids)
+    classes = ClassConfig(("LABEL_0",), read_activation(hf_config, 1), difference=len(ids) == 2)
+    dense = project_answers(model, FAMILIES[model.family].trunk, ids)
+    pooler = PoolerConfig("LAST", (dense,), normalizes=False, classes=classes)
+    return dataclasses.replace(model, pooler=pooler, only_pools=True)
 
 
 def _check_classifier(model: DecoderConfig, options: PoolingOptions) -> DecoderConfig:

@@ -41,13 +41,7 @@ HEADS: Mapping[str, Head] = {
 """By the family's `model_type`."""
 
 ANSWERS = "classifier_from_token"
-KEYS = (
-    "sentence_transformers",
-    "sbert_ce_default_activation_function",
-    ANSWERS,
-    "method",
-    "is_original_qwen3_reranker",
-)
+KEYS = (ANSWERS, "method", "is_original_qwen3_reranker")
 """Keys of config.json that heads are read from, beside those that every config may have."""
 
 _ACTIVATIONS = {"Identity": "linear", "Sigmoid": "sigmoid", "Softmax": "softmax", "Tanh": "tanh"}
@@ -68,13 +62,13 @@ def read_pooler(hf_config: Mapping[str, Any], model: DecoderConfig) -> PoolerCon
     if hf_config.get(ANSWERS) is not None:
         tokens, difference = read_answers(hf_config)
         labels = tokens[-1:] if difference else tokens
-        classes = ClassConfig(labels, _read_activation(hf_config, len(labels)), difference)
+        classes = ClassConfig(labels, read_activation(hf_config, len(labels)), difference)
         return PoolerConfig("LAST", normalizes=False, classes=classes)
     labels = _read_labels(hf_config)
     if head.hidden is not None:
         denses.append(DenseConfig(size, size, True, "tanh", head.hidden))
     denses.append(DenseConfig(size, len(labels), head.bias, "linear", head.output))
-    classes = ClassConfig(labels, _read_activation(hf_config, len(labels)))
+    classes = ClassConfig(labels, read_activation(hf_config, len(labels)))
     return PoolerConfig(head.pooling_type, tuple(denses), normalizes=False, classes=classes)
 
 
@@ -118,7 +112,7 @@ def _read_labels(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(named.get(key, named.get(int(key)))) for key in ids)  # type: ignore[call-overload]
 
 
-def _read_activation(hf_config: Mapping[str, Any], num_labels: int) -> str:
+def read_activation(hf_config: Mapping[str, Any], num_labels: int) -> str:
     """Returns the activation that the file names, else that of its kind of problem or of its number of classes."""
     named = check_mapping("sentence_transformers", hf_config.get("sentence_transformers")).get("activation_fn")
     field = "sentence_transformers.activation_fn"

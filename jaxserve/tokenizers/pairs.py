@@ -83,10 +83,14 @@ def read_pair_template(
 
     Raises TokenizerError for a template that is broken.
     """
-    messages = [{"role": role, "content": mark} for role, mark in _MARKS.items()]
     variables = {**tokenizer.named_tokens, "add_generation_prompt": True}
+    forms = [[{"role": role, "content": mark} for role, mark in _MARKS.items()]]
+    forms.append([{"role": role, "content": [{"type": "text", "text": mark}]} for role, mark in _MARKS.items()])
     try:
-        text = render(template, messages, variables)
+        try:
+            text = render(template, forms[0], variables)
+        except TokenizerError:  # templates of models with images read a list of parts
+            text = render(template, forms[1], variables)
     except InvalidRequestError:  # it refuses these roles
         return None
     parts = re.split("|".join(map(re.escape, _MARKS.values())), text)

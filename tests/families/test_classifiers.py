@@ -165,6 +165,48 @@ def test_files_that_a_cross_encoder_saves_are_read(changes: dict[str, Any], word
     assert model.pooler.classes is not None and model.pooler.classes.activation == "linear"
 
 
+QUERY_AND_DOCUMENT = (
+    "<s> {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }} "
+    "{{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }} </s>"
+)
+
+
+def write_logit_score(folder: Path, **settings: Any) -> Path:
+    """A decoder that sentence-transformers 6.2 has saved as a CrossEncoder with LogitScore."""
+    shutil.copytree(FOLDER / "qwen3_answers", folder, dirs_exist_ok=True)
+    kinds = (
+        ("base.modules.transformer.Transformer", ""),
+        ("cross_encoder.modules.logit_score.LogitScore", "1_LogitScore"),
+    )
+    modules = [
+        {"idx": at, "path": path, "type": f"sentence_transformers.{kind}"} for at, (kind, path) in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    texts = {"transformer_task": "text-generation", "module_output_name": "causal_logits"}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(texts))
+    named = {"activation_fn": "torch.nn.modules.activation.Sigmoid", "model_type": "CrossEncoder"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(named))
+    (folder / "chat_template.jinja").write_text(QUERY_AND_DOCUMENT)
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore" / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_logits_of_tokens_that_modules_name_are_a_score(tmp_path: Path) -> None:
+    llm = start(write_logit_score(tmp_path, true_token_id=4, false_token_id=5))
+    found = llm.score(["w1 w2", "w5"], ["w3 w4", "w6 w7 w8"])
+    expected = [0.6024594306945801, 0.1689062863588333]  # CrossEncoder.predict of sentence-transformers 6.2
+    np.testing.assert_allclose([each.score for each in found], expected, rtol=0, atol=1e-5)
+    with pytest.raises(InvalidRequestError, match="tasks are classify, score, not generate"):
+        llm.generate("w1")
+
+
+def test_a_token_of_modules_must_be_one_of_the_model(tmp_path: Path) -> None:
+    options = EngineConfig.from_options(model=str(write_logit_score(tmp_path, true_token_id=60)))
+    with pytest.raises(ConfigError, match=r"LogitScore needs a decoder with the tokens \[60\]"):
+        resolve_model(options, locate_model(options.model))
+
+
 def test_an_embedding_model_scores_by_cosine() -> None:
     folder, options = GOLDENS / "encoders" / "bert_mean", {"hf_overrides": {"is_matryoshka": True}}
     llm = start(folder, tokenizer=str(FOLDER / "bert"), **options)

@@ -216,7 +216,7 @@ SIZES = {"in_features": 384, "out_features": 8}
                 **with_modules(BASE[0], ("1_LogitScore", "sentence_transformers.cross_encoder.modules.LogitScore")),
                 "1_LogitScore/config.json": {"true_token_id": 9693, "false_token_id": 2152},
             },
-            "scores pairs by the logits of tokens",
+            "LogitScore needs a decoder",
         ),
         (
             with_modules(*BASE, ("2_Normalize", f"{PACKAGE}.Normalize"), ("3_Dense", f"{PACKAGE}.Dense")),

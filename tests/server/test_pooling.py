@@ -20,6 +20,7 @@ from tests.golden_cases import GOLDENS
 from tests.server.asgi import make_state
 
 GOLDEN = read_golden("bert")
+CUT = {"is_matryoshka": True}
 QUERY, DOCUMENTS = GOLDEN["pairs"][1][0], [pair[1] for pair in GOLDEN["pairs"]]
 
 
@@ -45,7 +46,7 @@ def classifier() -> Iterator[ServerState]:
 
 @pytest.fixture(scope="module")
 def embedder() -> Iterator[ServerState]:
-    state = make_server(GOLDENS / "encoders" / "bert_mean", tokenizer=str(FOLDER / "bert"))
+    state = make_server(GOLDENS / "encoders" / "bert_mean", tokenizer=str(FOLDER / "bert"), hf_overrides=CUT)
     yield state
     state.llm.shutdown()
 

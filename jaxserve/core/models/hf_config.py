@@ -31,6 +31,8 @@ _HARMLESS = frozenset({
     "output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens", "unsloth_version", "unsloth_fixed",
     "transformers.js_config",
+    # the activation of a reranker's scores, which its pooler reads
+    "sentence_transformers", "sbert_ce_default_activation_function",
     # the tokenizer's words and limit, and what a model card says
     "bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token",
     "additional_special_tokens", "model_max_length", "base_model", "base_model_name_or_path", "license",

@@ -14,20 +14,17 @@ _TASK = "sequence-classification"
 _KNOWN = ("transformer_task", "modality_config", "module_output_name", "unpad_inputs")
 
 
-def is_cross_encoder(path: Path) -> bool:
-    """Whether the only module of modules.json in the directory `path` is the model itself."""
-    file = path / MODULES_FILE
-    if not file.exists():
+def is_cross_encoder(path: Path, hf_config: Mapping[str, Any]) -> bool:
+    """Whether a classifier is the only module of modules.json in the directory `path`."""
+    file, names = path / MODULES_FILE, hf_config.get("architectures")
+    if not file.exists() or not str(names).endswith("ForSequenceClassification']"):
         return False
     kinds = [str(entry.get("type")) if isinstance(entry, Mapping) else "" for entry in read_config_list(file)]
     return len(kinds) == 1 and kinds[0].startswith("sentence_transformers.") and kinds[0].endswith(".Transformer")
 
 
-def add_activation(hf_config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the config.json with the activation of scores, which newer files name beside it.
-
-    Raises ConfigError, naming the file, for a setting that is not read.
-    """
+def check_texts(path: Path) -> None:
+    """Raises ConfigError, naming the file, for a setting of a reranker's texts that is not read."""
     file = path / TEXTS_FILE
     settings = read_config_file(file) if file.exists() else {}
     if settings.get("transformer_task", _TASK) != _TASK:
@@ -35,6 +32,13 @@ def add_activation(hf_config: dict[str, Any], path: Path) -> dict[str, Any]:
     for key, value in settings.items():
         if value and key not in _KNOWN:
             raise ConfigError(f"{shorten(key)} is not read; known are {', '.join(_KNOWN)}", field=str(file))
+
+
+def add_activation(hf_config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns a reranker's config.json with the activation of its scores, which newer files name beside it.
+
+    Raises ConfigError, naming the file, for a prompt that every text would get.
+    """
     file = path / PROMPTS_FILE
     settings = read_config_file(file) if file.exists() else {}
     if settings.get("default_prompt_name") is not None:
