@@ -16,7 +16,6 @@ from gguf import GGMLQuantizationType as Type
 
 from jaxserve.families.registry import list_params, parse_config
 
-TOKENS = ["<unk>", "<s>", "</s>", *(f"t{index}" for index in range(80))]
 _PERMUTED = ("llama", "granite")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
@@ -45,7 +44,7 @@ def write_gguf(
     _write_keys(writer, config)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(TOKENS[: config["vocab_size"]])
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{index}" for index in range(3, config["vocab_size"]))])
     writer.add_token_types([2, 3, 3, *[1] * (config["vocab_size"] - 3)])
     writer.add_token_merges([])
     writer.add_eos_token_id(2)

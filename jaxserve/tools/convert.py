@@ -52,12 +52,15 @@ def convert_checkpoint(
     from jaxserve.core.weights.write import refuse_target, write_checkpoint
     from jaxserve.families.registry import describe_files, ignored_weights, param_specs, weight_sources
     from jaxserve.features.quantization.compressed import describe_quantization
+    from jaxserve.tokenizers import load_tokenizer
     from jaxserve.tokenizers.gguf import write_gguf_tokenizer
 
     refuse_target(folder)
     model = _choose_model(options, files)
     path, stored = files.find_weights(), describe_files(model)
     checkpoint = open_checkpoint(path)
+    if is_gguf(path):
+        load_tokenizer(path)  # whose faults are told before anything is written
     check_tensors(checkpoint, flatten_specs(param_specs(stored))[0], weight_sources(stored), ignored_weights(stored))
     matrices = _find_matrices(model, checkpoint)
     hf_config = {**files.hf_config, "dtype": model.dtype} if is_gguf(path) else dict(files.hf_config)
