@@ -44,9 +44,11 @@ def write_gguf(
     _write_keys(writer, config)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{index}" for index in range(3, config["vocab_size"]))])
+    writer.add_token_list(
+        ["<unk>", "<s>", "</s>", "t", "h", "th", *(f"t{each}" for each in range(6, config["vocab_size"]))]
+    )
     writer.add_token_types([2, 3, 3, *[1] * (config["vocab_size"] - 3)])
-    writer.add_token_merges([])
+    writer.add_token_merges(["t h"])
     writer.add_eos_token_id(2)
     extra(writer)
     for name, tensor in _convert(architecture, config, tensors).items():
