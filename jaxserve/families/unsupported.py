@@ -8,14 +8,15 @@ _MULTIMODAL = "it reads images or sound; give a text-only checkpoint"
 _NO_GENERATOR = "it does not generate text, and is no embedding model that is served"
 _CLASSIFIER = "a classifier or reranker of an architecture that is not served as one"
 _RELATIVE = "its attention adds relative positions, which are not served"
+_T5 = "an encoder-decoder, whose attention adds relative positions, which are not served"
 _ALIBI = "its attention has ALiBi in place of positions, which is not served"
 _LATE = "it gives a vector for each token, for late interaction, which is not served"
 # Encoders by what they lack here: the `model_type`, then `position_embedding_type`, then a part of the architecture.
 _ENCODERS = {
     "mpnet": _RELATIVE,
-    "t5": _RELATIVE,
-    "mt5": _RELATIVE,
-    "umt5": _RELATIVE,
+    "t5": _T5,
+    "mt5": _T5,
+    "umt5": _T5,
     "deberta": "its attention is disentangled from positions (DeBERTa), which is not served",
     "deberta-v2": "its attention is disentangled from positions (DeBERTa), which is not served",
     "colmodernvbert": _LATE,
