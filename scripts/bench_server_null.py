@@ -66,6 +66,7 @@ class SlowDevice:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.busy_until, self.counts = seconds, 0.0, StepCounts()
+        self.step_costs: dict[tuple[int, int], float] = {}  # no width is chosen by them
         tokenizer = load_tokenizer(demo_model_dir())
         texts = {token: tokenizer.decode([token], True).strip() for token in range(tokenizer.vocab_size)}
         words = [token for token, text in texts.items() if text.isascii() and text.isalpha()]
