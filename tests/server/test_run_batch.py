@@ -70,6 +70,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str | 
             "",
             make_line("vector", "/v1/embeddings", input="Once", dimensions=256),
             make_line("response", "/v1/responses", input="Hi", max_output_tokens=5),
+            make_line("ranks", "/v1/rerank", query="Once", documents=["Twice", "Once"]),
             make_line("wrong value", prompt="Once", max_tokens=-1),
             make_line("wrong model", prompt="Once", model="another"),
             make_line("stream", prompt="Once", stream=True),
@@ -83,14 +84,14 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str | 
     target = folder / "out.jsonl"
     status = main(["run-batch", "-i", str(source), "-o", str(target), "demo", *FLAGS])
     answers = read_answers(target)
-    assert len(answers) == 12
+    assert len(answers) == 13
     return status, {answer["custom_id"] or answer["id"]: answer for answer in answers}, source, target
 
 
 def test_all_endpoints_answer(answered: Any) -> None:
     answers = answered[1]
     bodies = {}
-    for name in ("chat", "text", "vector", "response"):
+    for name in ("chat", "text", "vector", "response", "ranks"):
         answer = answers[name]
         assert set(answer) == {"id", "custom_id", "response", "error"} and answer["id"].startswith("batch_req_")
         assert answer["error"] is None and answer["response"]["status_code"] == 200
@@ -101,6 +102,7 @@ def test_all_endpoints_answer(answered: Any) -> None:
     assert bodies["text"]["service_tier"] == "flex" and "service_tier" not in bodies["chat"]
     assert len(bodies["vector"]["data"][0]["embedding"]) == 256
     assert bodies["response"]["object"] == "response"
+    assert [each["index"] for each in bodies["ranks"]["results"]] == [1, 0]
 
 
 def test_refusals_of_the_server_are_answers(answered: Any) -> None:
@@ -117,8 +119,8 @@ def test_refusals_of_the_server_are_answers(answered: Any) -> None:
         ("no body", "invalid_body"),
         ("url", "invalid_url"),
         ("method", "invalid_method"),
-        ("batch_req_line_12", "invalid_json"),
         ("batch_req_line_13", "invalid_json"),
+        ("batch_req_line_14", "invalid_json"),
     ],
 )
 def test_bad_lines_become_errors(answered: Any, name: str, code: str) -> None:
@@ -131,7 +133,7 @@ def test_failures_are_the_exit_status(answered: Any, capsys: pytest.CaptureFixtu
     assert status == 1
     before = target.read_bytes()
     assert main(["run-batch", "-i", str(source), "-o", str(target)]) == 1, "what failed before still counts"
-    assert "12 lines answered, 12 of them in earlier runs; 8 failed" in capsys.readouterr().err
+    assert "13 lines answered, 13 of them in earlier runs; 8 failed" in capsys.readouterr().err
     assert target.read_bytes() == before
 
 
