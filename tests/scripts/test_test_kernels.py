@@ -178,7 +178,8 @@ def test_the_gate_has_whole_texts_of_encoders() -> None:
         steps = list_encoders(TARGETS[name], full=True, impl=TARGETS[name].impl)
         assert [shapes.impl for shapes, _ in steps.values()] == impls
         assert all(shapes.model.reads_whole and bucket.tokens >= 2048 for shapes, bucket in steps.values())
-        assert list(list_encoders(TARGETS[name], full=False, impl=TARGETS[name].impl)) == list(steps)[:1]
+        sample = list_encoders(TARGETS[name], full=False, impl=TARGETS[name].impl)
+        assert list(sample) == list(steps)[: name == "h200"], "CI compiles none for a TPU"
 
 
 @pytest.mark.slow

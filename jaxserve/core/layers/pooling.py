@@ -135,7 +135,8 @@ def pool_rows(
     """
     lengths = jnp.diff(query_start_loc)
     tokens, num_rows = jnp.arange(hidden.shape[0], dtype=jnp.int32), lengths.shape[0]
-    rows = jnp.searchsorted(query_start_loc[1:], tokens, side="right")  # num_rows for padding, which is dropped
+    # num_rows for padding, which is dropped; compared with all, as a search would be a loop of small kernels on a GPU.
+    rows = jnp.searchsorted(query_start_loc[1:], tokens, side="right", method="compare_all")
     where = {"num_segments": num_rows, "indices_are_sorted": True}
     needs_all = not set(pooling_types) <= ONE_TOKEN
     normed = normalize(hidden).astype(jnp.float32) if needs_all else hidden
