@@ -1,5 +1,5 @@
-"""Compiles whole engine steps for devices that are not attached: the largest programs of a dense model and of two with
-experts, one of each kind.
+"""Compiles whole engine steps for devices that are not attached: the largest programs of a dense model, of some with
+experts, of each kind one, and of one with recurrent states.
 
 A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.kernel_gate`: see `compile_gate.py`.
 The programs are the engine's own, with pools of the size that the engine would plan; the arguments are abstract.
@@ -33,10 +33,11 @@ from pallas_kernels.testing.compile_gate import Gate, choose_names, make_parser,
 from pallas_kernels.testing.gate_report import ProgramReport
 
 DENSE, EXPERTS, LATENT, HEAD = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "mimo-7b"
+HYBRID = "qwen3.6-35b-a3b"
 PRESETS = {  # the first always, the others in the full gate
-    "gpu": ("gpt-oss-20b", DENSE, EXPERTS, LATENT),
+    "gpu": ("gpt-oss-20b", DENSE, EXPERTS, LATENT, HYBRID),
     # A TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad.
-    "tpu": (DENSE, EXPERTS, LATENT),
+    "tpu": (DENSE, EXPERTS, LATENT, HYBRID),
 }
 ENCODERS = ("bge-m3", "embeddinggemma-300m", "modernbert-base")  # the first always, the others in the full gate
 ENCODER_LAYERS = 6  # of the others: with windows and without
@@ -62,7 +63,7 @@ QUANTIZED_STEPS = (  # the first on GPUs always, the others in the full gate
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
 # A few layers show what is wrong in a step; the full gate compiles all layers of one model, which takes minutes.
 FEW_LAYERS, FEWEST_LAYERS = 4, 2  # in the full gate, without it
-MAX_MODEL_LEN = {LATENT: 65536}  # its own would not fit the scalar memory of a TPU
+MAX_MODEL_LEN = {LATENT: 65536, HYBRID: 65536}  # their own would not fit the scalar memory of a TPU
 MEMORY_SHARE = 0.9
 LAYER_LAUNCHES = {"h200": {1: 13, 32: 13}}  # the most kernels of a layer of the dense model, by rows that decode
 DRAFTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -86,10 +87,12 @@ def make_step_shapes(
     hf_config = dict(load_preset(preset) or {})
     if quantization is not None:
         hf_config["quantization_config"] = quantization
-    if num_layers is not None:
-        hf_config["num_hidden_layers"] = num_layers
-        if "layer_types" in hf_config:
-            hf_config["layer_types"] = hf_config["layer_types"][:num_layers]
+    if num_layers is not None:  # the last ones, among which is each kind
+        text = hf_config.get("text_config", hf_config)
+        fewer = {"num_hidden_layers": num_layers}
+        if "layer_types" in text:
+            fewer["layer_types"] = text["layer_types"][-num_layers:]
+        hf_config |= {"text_config": text | fewer} if "text_config" in hf_config else fewer
     config = EngineConfig.from_options(
         model=preset,
         load_format="dummy",
@@ -126,23 +129,24 @@ def measure_step(
     most_layer_launches: int | None = None,
 ) -> ProgramReport:
     """Compiles one forward program against pools that fill the device, with what is known of its products."""
-    budget = cache_budget(gate.target.memory_bytes, MEMORY_SHARE, estimate_use(shapes))
-    plan = plan_pools(shapes, budget=budget)
+    use = estimate_use(shapes)
+    plan = plan_pools(shapes, budget=cache_budget(gate.target.memory_bytes, MEMORY_SHARE, use))
     compiler = make_compiler(shapes, plan, mesh, options=options)
     # A decode step that expanded more than a layer's matrices to 16 bits would have had them converted ahead of it.
     is_bounded = shapes.model.quantization is not None and bucket.tokens == bucket.rows
     expanded = replace(shapes.model, quantization=None)
     layer = params_bytes(param_specs(expanded)["layers"][0], shapes.num_devices, shapes.platform)
+    most_temp = use.recurrent or None  # loops over a few rows or tiles hold no second pool of states
     report = ProgramReport(
         name,
         gate.target.name,
         impl=shapes.impl,
         reason=shapes.impl_reason,
-        donated_bytes=plan.bytes_per_device,
-        most_temp_bytes=layer if is_bounded else None,
+        donated_bytes=plan.bytes_per_device + use.recurrent,
+        most_temp_bytes=layer if is_bounded else most_temp,
         most_layer_launches=most_layer_launches,
         loops_follow_batch=shapes.impl == "xla" and shapes.experts is None,  # portable products have loops of experts
-        judges_tiles=True,
+        judges_tiles=not shapes.model.states,  # nobody has measured products of these sizes on a GPU yet
     )
     return gate.measure(report, partial(compiler.trace_program, "forward", bucket))
 
