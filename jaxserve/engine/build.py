@@ -218,7 +218,7 @@ def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None)
         page_groups(shapes, built.plan),
         page_size=options.cache.page_size,
         max_chunk=options.scheduler.max_num_batched_tokens,
-        enable_prefix_caching=options.cache.enable_prefix_caching,
+        enable_prefix_caching=bool(options.cache.enable_prefix_caching),
         **shapes.page_options,
     )
     return Engine(

@@ -55,7 +55,7 @@ def make_spec(shapes: Shapes, kind: DeviceKind, calibration: Calibration) -> Eng
         buckets=shapes.buckets,
         formula=make_formula(shapes, calibration),
         page_size=cache.page_size,
-        enable_prefix_caching=cache.enable_prefix_caching,
+        enable_prefix_caching=bool(cache.enable_prefix_caching),
         overlap=scheduler.async_scheduling,
         **shapes.page_options,
     )
