@@ -10,11 +10,11 @@ from safetensors import safe_open
 
 from tests.golden_cases import CASES, GOLDENS, list_cases_with_legacy_config, load_case, read_manifest
 
-MAX_BYTES = 10_000_000
+MAX_BYTES = 11_500_000
 
 
 def test_manifest_lists_exactly_the_folders_on_disk() -> None:
-    folders = {path.name for path in GOLDENS.iterdir() if path.is_dir()} - {"encoders"}
+    folders = {path.name for path in GOLDENS.iterdir() if path.is_dir()} - {"encoders", "classifiers"}  # with scripts of their own
     assert folders == set(read_manifest()["cases"]) == set(CASES)
 
 
