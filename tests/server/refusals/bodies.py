@@ -82,7 +82,8 @@ def list_bodies(path: str) -> Iterator[Refusal]:
 def list_names(path: str) -> Iterator[Refusal]:
     """Yields unknown fields and models, and the missing field."""
     good = GOOD[path][1]
-    code = "invalid_value" if path == "/tokenize" else "missing_required_parameter"  # which takes messages, too
+    has_choice = path in ("/tokenize", "/score")  # which take messages, or queries, too
+    code = "invalid_value" if has_choice else "missing_required_parameter"
     yield Refusal(path, {}, next(iter(good)), code)
     for name in NAMES:
         shown = repr(name)[1:-1]

@@ -9,7 +9,9 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.features.grammars.source import make_source
+from jaxserve.presets import demo_model_dir
 from jaxserve.server.tools import ToolSet, read_tools
+from jaxserve.tokenizers import load_tokenizer
 
 CITY = {
     "type": "object",
@@ -112,7 +114,7 @@ def allows(toolset: ToolSet, answer: Any) -> bool:
     params = toolset.structured_outputs()
     assert params is not None
     tokenizer = LLTokenizer("byte")
-    matcher = LLMatcher(tokenizer, make_source(params))
+    matcher = LLMatcher(tokenizer, make_source(params, load_tokenizer(demo_model_dir())))
     assert not matcher.is_error(), matcher.get_error()
     text = answer if isinstance(answer, str) else json.dumps(answer, separators=(",", ":"))
     tokens = tokenizer.tokenize_str(text)
