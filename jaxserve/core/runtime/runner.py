@@ -173,7 +173,8 @@ class ModelRunner:
         prompt_logprobs = self._find_prompt_logprobs(hidden, targets)
         embeddings = self._embed(bucket, hidden) if bucket.width == 1 else None
         drafts = self._state_shape.max_drafts > 0
-        jax.block_until_ready(embeddings)
+        if selected.logits is None:
+            StepFuture(SampledTokens(None), (None, None, embeddings), 0).wait()
         for variant in sorted(set(self._variants.values())):  # none if the engine only makes embeddings
             if bucket.is_decode and ("loop", (bucket, variant)) in self.device.programs:
                 self._run_loop(bucket, variant, layout.new())
