@@ -6,15 +6,15 @@ from itertools import islice
 from typing import Protocol
 
 PROBE_RESERVE = 64  # connections beyond the limit, for probes only
-_LOOKS = 16  # idle connections that are examined for one whose answer has been read
+_LOOKS = 16  # idle connections that are examined for one that has nothing unread
 
 
 class Connection(Protocol):
     """What the limiter needs of a connection."""
 
     @property
-    def is_unread(self) -> bool:
-        """Whether the client has not yet read all of its last answer."""
+    def has_unread(self) -> bool:
+        """Whether bytes of it are still to be read: of its last answer by the client, or of a request by the server."""
 
     def drop(self) -> None:
         """Closes without waiting for the client."""
@@ -58,8 +58,8 @@ class ConnectionLimiter:
     def _drop_oldest(self) -> bool:
         for oldest in list(islice(self._idle, _LOOKS)):
             del self._idle[oldest]
-            if not oldest.is_unread:
+            if not oldest.has_unread:
                 oldest.drop()
                 return True
-            self._idle[oldest] = None  # its answer is still being read
+            self._idle[oldest] = None
         return False

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from jaxserve.server.connections import ConnectionLimiter
 from jaxserve.server.errors import ApiError
 from jaxserve.server.request_context import get_context
+from jaxserve.server.sockets import has_data
 
 _log = logging.getLogger(__name__)
 _HEAD_END = b"\r\n\r\n"
@@ -49,6 +50,11 @@ class LimitedHttp(HttpToolsProtocol):
     def is_unread(self) -> bool:
         """Whether the client has not yet read all of an answer."""
         return self.transport.get_write_buffer_size() > 0
+
+    @property
+    def has_unread(self) -> bool:
+        """See `Connection`. In a flood thousands are accepted between the arrival of a request and its reading."""
+        return self.is_unread or has_data(self.transport)
 
     @property
     def _is_answering(self) -> bool:

@@ -1,7 +1,8 @@
-"""Listening sockets, and how many connections the limit of open files allows."""
+"""Sockets: those that listen, data that waits in one, and how many connections the limit of open files allows."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -59,14 +60,29 @@ def clamp_connections(wanted: int, descriptors: int | None) -> int:
 def open_sockets(listen: ListenOptions) -> list[socket.socket]:
     """Returns many duplicates of the listening socket.
 
-    uvloop accepts one connection per socket in each iteration. Under load an iteration takes tens of milliseconds, so
-    with one socket the last of a thousand simultaneous clients would wait for half a minute.
+    Some versions of uvloop accept one connection per socket in each iteration. Under load an iteration takes tens of
+    milliseconds, so with one socket the last of a thousand simultaneous clients would wait for half a minute.
 
     Raises:
         ConfigError: the server cannot listen on the address.
     """
     first = open_port(listen.host, listen.port, "port") if listen.uds is None else _open_unix(listen.uds)
     return [first, *(first.dup() for _ in range(_ACCEPTS_PER_TURN - 1))]
+
+
+def has_data(transport: asyncio.BaseTransport) -> bool:
+    """Whether bytes have arrived on a connection that its protocol has not been given yet."""
+    try:
+        import fcntl
+        import termios
+    except ImportError:  # Windows
+        return False
+    connection = transport.get_extra_info("socket")
+    if connection is None:
+        return False
+    with contextlib.suppress(OSError, ValueError):  # it is closed
+        return any(fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4)))
+    return False
 
 
 def open_port(host: str, port: int, field: str) -> socket.socket:

@@ -11,6 +11,7 @@ import uvicorn
 from jaxserve.errors import ConfigError
 from jaxserve.server.http import LimitedHttp
 from jaxserve.server.options import ListenOptions
+from jaxserve.server.sockets import has_data
 
 
 def secure(config: uvicorn.Config, listen: ListenOptions) -> ssl.SSLContext | None:
@@ -48,8 +49,6 @@ class Handshake(asyncio.Protocol):
     It counts as idle, so clients that open sockets and send nothing make room for others.
     """
 
-    is_unread = False
-
     def __init__(self, http: LimitedHttp, context: ssl.SSLContext) -> None:
         self._http, self._context = http, context
         self._early: list[bytes] = []  # data that followed the handshake at once
@@ -61,6 +60,11 @@ class Handshake(asyncio.Protocol):
         self._http.limiter.add(self)
         # Started eagerly: uvloop begins to read when this returns, and the data belongs to the handshake.
         self._task = asyncio.Task(self._shake(), loop=self._http.loop, eager_start=True)
+
+    @property
+    def has_unread(self) -> bool:
+        """See `Connection`."""
+        return has_data(self._transport)
 
     def drop(self) -> None:
         """Closes at once."""
