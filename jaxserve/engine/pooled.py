@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,15 +59,8 @@ def embed(
     require_task(list_tasks(model), "embed")
     params, own = _split(options)
     given = check_embedding(model, params)
-    normalizes = model.pooler.normalizes
-
-    def finish(outputs: Sequence[RequestOutput]) -> list[EmbeddingOutput]:
-        return [
-            EmbeddingOutput(*_describe(each), cut_embedding(_read(each), given, normalizes), each.num_cached_tokens)
-            for each in outputs
-        ]
-
-    return PoolingCall(_make_each(factory, prompts, own), finish)
+    make = partial(cut_embedding, params=given, normalizes=model.pooler.normalizes)
+    return PoolingCall(_make_each(factory, prompts, own), partial(_finish, EmbeddingOutput, make))
 
 
 def classify(
@@ -83,14 +77,8 @@ def classify(
     params, own = _split(options)
     classes, given = model.pooler.classes, _refuse_dimensions(params)
     assert classes is not None
-
-    def finish(outputs: Sequence[RequestOutput]) -> list[ClassificationOutput]:
-        return [
-            ClassificationOutput(*_describe(each), activate(classes, _read(each), given), each.num_cached_tokens)
-            for each in outputs
-        ]
-
-    return PoolingCall(_make_each(factory, prompts, own), finish)
+    make = partial(activate, classes, params=given)
+    return PoolingCall(_make_each(factory, prompts, own), partial(_finish, ClassificationOutput, make))
 
 
 def encode(
@@ -142,14 +130,7 @@ def score(
     pairs = zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True)
     each = zip(pairs, spread_options(own, len(seconds)), strict=True)
     requests = [factory.make_pair(*pair, **these) for pair, these in each]
-
-    def finish(outputs: Sequence[RequestOutput]) -> list[ScoringOutput]:
-        return [
-            ScoringOutput(*_describe(output), activate(classes, _read(output), given)[0], output.num_cached_tokens)
-            for output in outputs
-        ]
-
-    return PoolingCall(requests, finish)
+    return PoolingCall(requests, partial(_finish, ScoringOutput, lambda numbers: activate(classes, numbers, given)[0]))
 
 
 def _compare(
@@ -278,6 +259,11 @@ def _refuse_dimensions(given: PoolingParams) -> PoolingParams:
         message = "is for embeddings, and this model classifies; leave it out"
         raise InvalidRequestError(message, field="dimensions", value=given.dimensions)
     return given
+
+
+def _finish[T](kind: Callable[..., T], make: Callable[[list[float]], Any], outputs: Sequence[RequestOutput]) -> list[T]:
+    """Returns the answers of a kind to requests that have ended; `make` makes an answer's value of a vector."""
+    return [kind(*_describe(each), make(_read(each)), each.num_cached_tokens) for each in outputs]
 
 
 def _read(output: RequestOutput) -> list[float]:

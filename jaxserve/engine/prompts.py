@@ -74,6 +74,11 @@ class RequestFactory:
         self._random = random.Random(seed)
         self._counter = itertools.count()
 
+    def choose_prompt(self, names: Iterable[str]) -> str | None:
+        """Returns the first of these names that one of the prompts in the model's files has, None if none has."""
+        known = {} if self._prompts is None else self._prompts.by_name
+        return next((name for name in names if name in known), None)
+
     def make(
         self,
         prompt: Prompt,

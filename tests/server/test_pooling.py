@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,28 @@ def test_coheres_embeddings(embedder: ServerState) -> None:
     assert ask(embedder, "/v2/embed", {"texts": [long], "max_tokens": 9})["meta"]["billed_units"] == {"input_tokens": 9}
     ranked = ask(embedder, "/rerank", {"query": "w1 w2", "documents": ["w3", "w1 w2"]})["results"]
     assert [each["index"] for each in ranked] == [1, 0] and ranked[0]["relevance_score"] == pytest.approx(1, abs=1e-5)
+
+
+def test_coheres_purposes_choose_the_models_prompts(tmp_path: Path) -> None:
+    for file in (GOLDENS / "encoders" / "bert_mean").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    prompts = {"query": "w5 w6 ", "passage": "w7 ", "Clustering": "w8 w8 w8 "}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    state = make_server(tmp_path, tokenizer=str(FOLDER / "bert"))
+
+    def embed(**fields: str) -> Any:
+        return ask(state, "/v2/embed", {"texts": ["w1"], **fields})["embeddings"]["float"]
+
+    def embed_text(text: str) -> Any:
+        return ask(state, "/v2/embed", {"texts": [text]})["embeddings"]["float"]
+
+    try:
+        assert embed(input_type="search_query") == embed_text("w5 w6 w1")
+        assert embed(input_type="search_document") == embed_text("w7 w1")
+        assert embed(input_type="clustering") == embed_text("w8 w8 w8 w1")
+        assert embed(input_type="classification") == embed() == embed_text("w1")
+    finally:
+        state.llm.shutdown()
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [

@@ -33,7 +33,7 @@ def restrict_options(config: EngineConfig, model: DecoderConfig, platform: str) 
 
 def _refuse_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
     """Returns the options of a model that cannot have some of them, without a prefix cache if it shares no prefixes."""
-    reason = "makes embeddings only"
+    reason = "generates no text"
     given: list[tuple[str, object, object]] = [("speculative_config", config.speculation.speculative_config, None)]
     if not model.shares_prefixes:
         reason = "computes each text whole, in one step" if model.reads_whole else "keeps a recurrent state"

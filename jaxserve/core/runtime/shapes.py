@@ -54,7 +54,7 @@ class Shapes(Sizes):
             **of_features,
             # On accelerators small steps take as long as reading the weights, whatever their padding.
             pads_cheaply=self.platform != "cpu",
-            causal=not self.model.reads_whole,
+            reads_whole=self.model.reads_whole,
             generates=self.generates,
             keeps_states=bool(self.model.states),
             options=scheduler,

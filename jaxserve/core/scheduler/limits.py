@@ -27,7 +27,7 @@ class SchedulerLimits:
     has_lookups: bool = False  # drafts are looked up in the rows' tokens, which the device must know
     keeps_answers: bool = False  # and in finished answers
     pads_cheaply: bool = False  # whether a padded token costs next to nothing
-    causal: bool = True  # False: each prompt is computed whole, in one step, and nothing follows it
+    reads_whole: bool = False  # each prompt is computed in one step, and nothing follows it
     generates: bool = True  # False: requests are for embeddings
     keeps_states: bool = False  # rows have a recurrent state: no prefix is shared, no token computed twice
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
@@ -35,7 +35,7 @@ class SchedulerLimits:
     @property
     def long_prefill_tokens(self) -> int:
         """The most tokens of one prompt in a step while others can use the rest."""
-        threshold = self.options.long_prefill_token_threshold if self.causal else 0
+        threshold = 0 if self.reads_whole else self.options.long_prefill_token_threshold
         if threshold is None:
             threshold = min(self.max_model_len // 25, self.max_num_batched_tokens // 2)
         return max(threshold, CHUNK_EDGE) if threshold else self.max_num_batched_tokens

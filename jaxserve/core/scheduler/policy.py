@@ -103,7 +103,7 @@ def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue, 
     if step_limit is not None and sizes:
         sizes = sizes[: _count_fitting(sizes, times, step_limit)]
         most = min(most, sizes[-1])
-    if not sizes or limits.pads_cheaply or not limits.causal:
+    if not sizes or limits.pads_cheaply or limits.reads_whole:
         return most
     wanted = len(batch.decoding)
     for sequence in batch.prefilling:
@@ -170,6 +170,6 @@ def choose_chunk(limits: SchedulerLimits, start: int, work: int, budget: int, le
     CHUNK_EDGE: kernels then write whole tiles, and cached prefixes align. Without causal attention there are none.
     """
     length = work if work <= budget else (start + budget) // CHUNK_EDGE * CHUNK_EDGE - start
-    if length < work and not limits.causal:
+    if length < work and limits.reads_whole:
         return 0
     return length if length in lengths else 0

@@ -68,7 +68,7 @@ class UnfinishedRequests:
         They share the prompt's pages by content; without a prefix cache, under a salt unique to the request.
         """
         if request.task is not Task.POOL and not self._limits.generates:
-            message = f"this model makes embeddings only, and the request is to {request.task.value}"
+            message = f"this model generates no text, and the request is to {request.task.value}"
             raise InvalidRequestError(message, field="model")
         num_prompt, max_model_len = len(request.prompt_token_ids), self._limits.max_model_len
         if num_prompt == 0:

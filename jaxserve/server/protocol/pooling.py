@@ -57,6 +57,17 @@ class RerankResponse(BaseModel):
     service_tier: str | None = None
 
 
+class ListFields(BaseModel):
+    """Fields of answers that are lists. Each has `data` of its own."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: Usage
+    service_tier: str | None = None
+
+
 class ScoreRequest(PairFields):
     """Pairs of texts: one with each of many, or each of many with its own."""
 
@@ -72,14 +83,8 @@ class Score(BaseModel):
     score: float
 
 
-class ScoreList(BaseModel):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class ScoreList(ListFields):
     data: list[Score]
-    usage: Usage
-    service_tier: str | None = None
 
 
 class ClassifyRequest(EngineFields):
@@ -97,14 +102,8 @@ class Classes(BaseModel):
     num_classes: int
 
 
-class ClassesList(BaseModel):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class ClassesList(ListFields):
     data: list[Classes]
-    usage: Usage
-    service_tier: str | None = None
 
 
 class PoolingRequest(ClassifyRequest):
@@ -120,14 +119,8 @@ class Pooled(BaseModel):
     data: list[float]
 
 
-class PooledList(BaseModel):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class PooledList(ListFields):
     data: list[Pooled]
-    usage: Usage
-    service_tier: str | None = None
 
 
 class CohereEmbedRequest(EngineFields):

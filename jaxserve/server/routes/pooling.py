@@ -40,6 +40,13 @@ from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.template_use import find_pair_template
 
 router = APIRouter()
+# The names that prompts in models' files have, by Cohere's purpose of a text.
+_PROMPTS = {
+    "search_query": ("search_query", "query"),
+    "search_document": ("search_document", "document", "passage", "corpus"),
+    "classification": ("classification", "Classification"),
+    "clustering": ("clustering", "Clustering"),
+}
 _INPUT = {"prompt": "input", "prompt_token_ids": "input"}
 
 
@@ -183,6 +190,7 @@ async def embed(http: Request) -> Response:
     body = await read_body(http, CohereEmbedRequest, state)
     state.check_model(body.model)
     names = {"dimensions": "output_dimension", "prompt": "texts", "truncate_prompt_tokens": "max_tokens"}
+    names["prompt_name"] = "input_type"
     found = await compute_all(http, body, _embed, names, operation="embeddings")
     vectors = [answer.embedding for answer in found.answers]
     forms: dict[str, list[Any]] = {}
@@ -209,8 +217,13 @@ def _embed(body: CohereEmbedRequest, state: ServerState, options: dict[str, Any]
     elif body.max_tokens is not None:
         raise InvalidRequestError("means nothing beside truncate: NONE", field="max_tokens", value=body.max_tokens)
     check_texts(body.texts, state, "texts", cuts=cut is not None)
-    given = {"pooling_params": PoolingParams(dimensions=body.output_dimension), "truncate_prompt_tokens": cut}
-    return pooled.embed(state.engine.requests, model, body.texts, {**drop_grammar(options), **given})
+    requests = state.engine.requests
+    given = {
+        "pooling_params": PoolingParams(dimensions=body.output_dimension),
+        "prompt_name": requests.choose_prompt(_PROMPTS.get(body.input_type or "", ())),
+        "truncate_prompt_tokens": cut,
+    }
+    return pooled.embed(requests, model, body.texts, {**drop_grammar(options), **given})
 
 
 def _encode(vector: Sequence[float]) -> str:

@@ -20,7 +20,7 @@ def make_scheduler(**options: int) -> Scheduler:
         max_model_len=SIZES[-1],
         max_prefix_updates=30,
         token_sizes=SIZES,
-        causal=False,
+        reads_whole=True,
         generates=False,
         options=SchedulerOptions(**options),
     )
@@ -57,5 +57,5 @@ def test_a_text_alone_is_computed_though_a_smaller_step_would_be_nearer() -> Non
 
 @pytest.mark.parametrize("task", [Task.GENERATE, Task.READ])
 def test_answers_are_refused(task: Task) -> None:
-    with pytest.raises(InvalidRequestError, match=f"makes embeddings only, and the request is to {task.value}"):
+    with pytest.raises(InvalidRequestError, match=f"generates no text, and the request is to {task.value}"):
         make_scheduler().add(Request("a", (1, 2), task=task))
