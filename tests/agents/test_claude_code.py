@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
-from tests.agents.running import NODE, make_environment, require_cached
-from tests.node_packages import install_packages
+from tests.agents.running import require_cached, run_agent
 from tests.scripted.running import call, run_script
 
 TASK = "Mend the greeting in greeting.txt."
@@ -22,7 +19,7 @@ COMMAND = ("-p", TASK, "--output-format", "stream-json", "--verbose", "--allowed
 
 
 def test_claude_code_finishes_a_task(tmp_path: Path) -> None:
-    node, home, work = install_packages(NODE), tmp_path / "home", tmp_path / "work"
+    home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
     file = work / "greeting.txt"
@@ -35,23 +32,13 @@ def test_claude_code_finishes_a_task(tmp_path: Path) -> None:
         ("has been updated", ANSWER),
     )
     with run_script(tmp_path, script) as server:
-        program = NODE / "node_modules" / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs"
-        done = subprocess.run(
-            [node, str(program), *COMMAND],
-            cwd=work,
-            env=make_environment(home) | VARIABLES | {"ANTHROPIC_BASE_URL": server.url},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
+        events = run_agent(
+            "@anthropic-ai/claude-code/cli-wrapper.cjs", COMMAND, work, home, **VARIABLES, ANTHROPIC_BASE_URL=server.url
         )
-    assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
     messages = [event["message"] for event in events if event["type"] == "assistant"]
     blocks = [block for message in messages for block in message["content"]]
     kinds = ["thinking", "tool_use", "tool_use", "tool_use", "text"]
-    assert [block["type"] for block in blocks] == kinds, done.stdout
+    assert [block["type"] for block in blocks] == kinds, events
     results = [part["content"] for event in events if event["type"] == "user" for part in event["message"]["content"]]
     assert results[0] == "12 greeting.txt" and file.read_text() == "hello world\n"
     assert (events[-1]["subtype"], events[-1]["result"]) == ("success", ANSWER)

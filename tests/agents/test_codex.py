@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
-from tests.agents.running import NODE, make_environment, require_cached
-from tests.node_packages import install_packages
+from tests.agents.running import require_cached, run_agent
 from tests.scripted.running import call, run_script
 
 TASK = "Mend the greeting in greeting.txt."
@@ -38,28 +36,16 @@ COMMAND = ("exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-appr
 
 
 def test_codex_finishes_a_task(tmp_path: Path) -> None:
-    node, home, work = install_packages(NODE), tmp_path / "home", tmp_path / "work"
+    home, work = tmp_path / "home", tmp_path / "work"
     (home / ".codex").mkdir(parents=True)
     work.mkdir()
     (work / "greeting.txt").write_text("hello wrold\n")
     with run_script(tmp_path, SCRIPT) as server:
         (home / ".codex" / "config.toml").write_text(CONFIG.format(url=server.url))
-        program = NODE / "node_modules" / "@openai" / "codex" / "bin" / "codex.js"
-        done = subprocess.run(
-            [node, str(program), *COMMAND],
-            cwd=work,
-            env=make_environment(home),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
+        events = run_agent("@openai/codex/bin/codex.js", COMMAND, work, home)
     items = [event["item"] for event in events if event["type"] == "item.completed"]
     kinds = [item["type"] for item in items if item["type"] != "error"]  # it warns that it does not know the model
-    assert kinds == ["command_execution", "file_change", "agent_message"], done.stdout
+    assert kinds == ["command_execution", "file_change", "agent_message"], events
     command, change, message = [item for item in items if item["type"] in kinds]
     assert (command["exit_code"], command["aggregated_output"]) == (0, "hello wrold\n")
     assert change["status"] == "completed" and (work / "greeting.txt").read_text() == "hello world\n"
