@@ -37,6 +37,15 @@ _TEKKEN, _GPT4O = (
     for end, digits in (("", r"\p{N}"), (f"{_ENGLISH}?", r"\p{N}{1,3}"))
 )
 
+_CASED, _HAN = r"[\p{Lu}\p{Ll}\p{Lt}]", r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]"
+_MARKS = r"[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
+_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?{_CASED}+", rf"\s?{_MARKS}+", r"\s+$", rf"{_HAN}+", _DIGITS)
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _END,
+)
+
 
 @dataclass(frozen=True)
 class _Cut:
@@ -56,6 +65,8 @@ _CUTS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Cut((_QWEN2,), composes=True)),
     "tekken": _Cut((_TEKKEN,), whole=True, adds_bos=True),
     "gpt-4o": _Cut((_GPT4O,)),
+    "deepseek-llm": _Cut(_DEEPSEEK_LLM),
+    "deepseek-v3": _Cut(_DEEPSEEK_V3),
 }
 
 

@@ -148,6 +148,8 @@ CUTS = {
     "qwen2": "I|'LL| pay| |1|2|3|4|5|  | NOW|'s|\n\n|é|_!!\n",
     "tekken": "I|'LL| pay| |1|2|3|4|5|  | NOW|'s|\n\n|é|_!!\n",
     "gpt-4o": "I'LL| pay| |123|45|  | NOW's|\n\n|é|_!!\n",
+    "deepseek-llm": "I|'|LL| pay| |1|2|3|4|5|  | NOW|'|s|\n|\n|é|_!!|\n",
+    "deepseek-v3": "I|'LL| pay| |123|45|  | NOW|'s|\n\n|é|_!!\n",
 }
 
 

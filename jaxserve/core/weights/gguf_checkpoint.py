@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxserve.core.weights.gguf_config import find_architecture
-from jaxserve.core.weights.gguf_names import GPT_OSS_EXPERTS, TensorName, find_form, list_names
+from jaxserve.core.weights.gguf_names import TensorName, find_form, list_names
 from jaxserve.errors import WeightsError
 from jaxserve.gguf_file import GGUFFile, GGUFTensor, open_gguf
 
@@ -133,10 +133,10 @@ def open_gguf_checkpoint(path: Path) -> GGUFCheckpoint:
     file = open_gguf(path)
     _, architecture = find_architecture(file)
     entries: dict[str, _Entry] = {}
-    experts: dict[str, TensorName] = {}
+    joined: dict[str, TensorName] = {}
     for name, each in list_names(file, architecture).items():
-        if name == each.gguf_name and GPT_OSS_EXPERTS.search(name):
-            experts[name] = each
+        if name == each.gguf_name:
+            joined[name] = each
             continue
         order, shift = _find_order(file, name, each, permutes=architecture.permutes), 0.0
         if architecture.adds_one and name.endswith("norm.weight"):
@@ -147,7 +147,8 @@ def open_gguf_checkpoint(path: Path) -> GGUFCheckpoint:
             entries[name] = _Entry("F32", each.shape, each.tensor, _count_bytes(each), read)
         else:
             entries |= _list_parts(name, form, each, partial(_take, each, order))
-    return GGUFCheckpoint(file.path, entries | dict(_join_experts(experts)))
+    join = _join_latent_heads if architecture.latent else _join_experts
+    return GGUFCheckpoint(file.path, entries | dict(join(joined)))
 
 
 def _find_order(file: GGUFFile, name: str, each: TensorName, *, permutes: bool) -> np.ndarray | None:
@@ -272,6 +273,34 @@ def _join_experts(experts: dict[str, TensorName]) -> Iterator[tuple[str, _Entry]
             yield from _join(f"{own}.gate_up_proj", kind, [gate, up])
 
 
+def _join_latent_heads(halves: dict[str, TensorName]) -> Iterator[tuple[str, _Entry]]:
+    """Yields `kv_b_proj` [N * (nope_dim + value_dim), R] of the keys [N, R, nope_dim] and values [N, value_dim, R].
+
+    Older files have it as one tensor.
+    """
+    for name, keys in halves.items():
+        own = f"model.layers.{name.split('.')[1]}.self_attn.kv_b_proj.weight"
+        if ".attn_kv_b." in name:
+            yield own, _Entry("F32", keys.shape, keys.tensor, _count_bytes(keys), partial(_read_whole, keys))
+        elif ".attn_k_b." in name:
+            values = halves.get(name.replace("_k_b.", "_v_b."))
+            if values is None or len(keys.shape) != 3 or keys.shape[:2] != values.shape[::2]:
+                message = f"tensor {name} of shape {keys.shape} and that of v need the same heads and rank"
+                raise WeightsError(message, field=keys.tensor.file, value=name)
+            heads, rank, size = keys.shape
+            shape, num_bytes = (heads * (size + values.shape[1]), rank), _count_bytes(keys) + _count_bytes(values)
+            yield own, _Entry("F32", shape, keys.tensor, num_bytes, partial(_read_latent_heads, keys, values))
+
+
+def _read_whole(each: TensorName) -> np.ndarray:
+    return np.asarray(_read_floats(each)).reshape(each.shape)
+
+
+def _read_latent_heads(keys: TensorName, values: TensorName) -> np.ndarray:
+    heads = np.concatenate([_read_whole(keys).swapaxes(1, 2), _read_whole(values)], axis=1)
+    return heads.reshape(-1, keys.shape[1])
+
+
 def _join(own: str, kind: str, tensors: list[TensorName]) -> Iterator[tuple[str, _Entry]]:
     first, count = tensors[0], len(tensors)
     shape = (first.shape[0], count * first.shape[1], *first.shape[2:])
@@ -283,9 +312,6 @@ def _join(own: str, kind: str, tensors: list[TensorName]) -> Iterator[tuple[str,
     def blocks(part: Callable[[np.ndarray], np.ndarray], each: TensorName) -> np.ndarray:
         return part(_split(_take(each), each.tensor))
 
-    def floats(each: TensorName) -> np.ndarray:
-        return np.asarray(_read_floats(each)).reshape(each.shape)
-
     if first.tensor.type == "MXFP4":
         groups = shape[2] // first.tensor.block
         for end, last, part, size in (
@@ -296,4 +322,4 @@ def _join(own: str, kind: str, tensors: list[TensorName]) -> Iterator[tuple[str,
             yield f"{own}_{end}", _Entry("U8", whole, first.tensor, size, partial(read, partial(blocks, part), whole))
     else:
         end = "_bias" if kind == "bias" else ".weight"
-        yield f"{own}{end}", _Entry("F32", shape, first.tensor, num_bytes, partial(read, floats, shape))
+        yield f"{own}{end}", _Entry("F32", shape, first.tensor, num_bytes, partial(read, _read_whole, shape))

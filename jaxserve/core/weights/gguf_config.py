@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.core.weights.gguf_architectures import ARCHITECTURES, MIXTRAL, Architecture
+from jaxserve.core.weights.gguf_architectures import ARCHITECTURES, Architecture, choose_architecture
 from jaxserve.core.weights.gguf_names import TensorName, find_form, list_names
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.gguf_file import GGUFFile, GGUFTensor, list_end_tokens, open_gguf
@@ -20,11 +20,13 @@ _log = logging.getLogger(__name__)
 # Keys below the architecture's name that change nothing here, or are read below by name.
 _OTHER_KEYS = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal"})
 _READ_KEYS = _OTHER_KEYS | {"attention.key_length", "attention.value_length", "rope.dimension_count"}
+_LATENT_KEYS = _READ_KEYS | {"attention.key_length_mla", "attention.value_length_mla", "expert_gating_func"}
 _SCALING = "rope.scaling."
 _SCALING_KEYS = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
     "attn_factor": "attention_factor",
+    "yarn_log_multiplier": "mscale_all_dim",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
@@ -37,17 +39,17 @@ _GROUPS = {  # how compressed-tensors names the forms of matrices that keep thei
     "float4": ("mxfp4-pack-quantized", "float", 4),
 }
 _LARGE_GEMMAS = {"gemma2": 46, "gemma3_text": 62}  # layers of those whose scale is not that of a head
+_PARTS = ("key", "value")
 FACTORS = frozenset({_LLAMA_FACTORS, _LONG_FACTORS, _SHORT_FACTORS})
 
 
 def find_architecture(file: GGUFFile) -> tuple[str, Architecture]:
     """Returns the name and the architecture of a file; ConfigError for one that is not read."""
-    name = file.metadata.get("general.architecture")
-    found = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    name, found = file.metadata.get("general.architecture"), choose_architecture(file.metadata)
     if found is None:
         message = f"{shorten(name)} is not read from GGUF files; known are {', '.join(ARCHITECTURES)}"
         raise ConfigError(f"{message}. Use the original repository, in safetensors", field="general.architecture")
-    return str(name), MIXTRAL if name == "llama" and file.metadata.get("llama.expert_count") else found
+    return str(name), found
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
@@ -76,7 +78,10 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     for key, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
         if key in known and architecture.model_type not in ("phi3", "gpt_oss"):
             config[key] = tensor in file.tensors
-    config |= _read_heads(name, config, keys, known)
+    if architecture.latent:
+        config |= _read_latent_heads(name, config, keys)
+    else:
+        config |= _read_heads(name, config, keys, known)
     scaling = _read_scaling(file, architecture, keys, config)
     config |= {"rope_scaling": scaling} if scaling else {}
     names = list_names(file, architecture)
@@ -87,12 +92,12 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 def _read_keys(name: str, architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of keys that config.json has, too; ConfigError for an unknown key, unless it is off."""
-    found = {}
+    found, others = {}, _LATENT_KEYS if architecture.latent else _READ_KEYS
     for key, value in keys.items():
         own = architecture.find_key(key)
         if own is not None:
             found[own] = _shorten_float(value)
-        elif value and key not in _READ_KEYS and not key.startswith(_SCALING):
+        elif value and key not in others and not key.startswith(_SCALING):
             message = f"{shorten(value)} is not supported for the architecture {name}"
             raise ConfigError(message, field=f"{name}.{key}", value=value)
     if keys.get("attention.causal") is False:
@@ -128,6 +133,17 @@ def _read_heads(
     return found
 
 
+def _read_latent_heads(name: str, config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sizes of heads of latent attention, which newer files have under names of their own."""
+    rotating = keys.get("rope.dimension_count")
+    key, value = (keys.get(f"attention.{part}_length_mla", keys.get(f"attention.{part}_length")) for part in _PARTS)
+    if not all(isinstance(size, int) for size in (rotating, key, value)) or not 0 < rotating < key:
+        message = f"must be numbers, the first above the second, not {shorten(key)} and {shorten(rotating)}"
+        raise ConfigError(message, field=f"{name}.attention.key_length_mla and rope.dimension_count", value=key)
+    sizes = {"qk_nope_head_dim": key - rotating, "qk_rope_head_dim": rotating, "v_head_dim": value}
+    return sizes | {"num_key_value_heads": config.get("num_attention_heads")}
+
+
 def _read_scaling(
     file: GGUFFile, architecture: Architecture, keys: Mapping[str, Any], config: dict[str, Any]
 ) -> dict[str, Any] | None:
@@ -147,6 +163,8 @@ def _read_scaling(
         return None
     elif kind in ("linear", "yarn"):
         truncate = {"truncate": False} if architecture.model_type == "gpt_oss" else {}
+        if "mscale_all_dim" in scaling:  # files hold a tenth of it, and that of keys alone is the same
+            scaling["mscale"] = scaling["mscale_all_dim"] = _shorten_float(10 * scaling["mscale_all_dim"])
         return {"rope_type": kind, **(scaling if kind == "yarn" else {"factor": scaling["factor"]}), **truncate}
     else:
         raise ConfigError(f"{shorten(kind)} is not supported", field=f"{_SCALING}type", value=kind)

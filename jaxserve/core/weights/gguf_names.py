@@ -19,7 +19,6 @@ _AROUND = {
 _ROTARY = re.compile(r"rope_(freqs|factors_(long|short))\.weight")  # part of the config
 _FORMS = {"Q8_0": "int8", "Q4_0": "int4", "MXFP4": "float4"}
 _MATRIX = re.compile(r"model\.layers\..*(_proj|\.w[123])\.weight")
-GPT_OSS_EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class TensorName:
 def list_names(file: GGUFFile, architecture: Architecture) -> dict[str, TensorName]:
     """Returns the tensors by their names in Hugging Face's files. Stacked experts have a name each.
 
-    Those of gpt-oss keep their name, as its family reads them all together.
+    Tensors that are read together, gpt-oss's experts and the halves of `kv_b_proj`, keep their name.
 
     Raises WeightsError, naming the tensor, for one that the architecture does not have.
     """
@@ -54,8 +53,14 @@ def find_form(name: str, tensor: TensorName, architecture: Architecture) -> str 
     """Returns how a matrix keeps its 4 or 8 bits ("int8", "int4", "float4"); None for one that is expanded."""
     form = _FORMS.get(tensor.tensor.type)
     if architecture.model_type == "gpt_oss":
-        return form if form == "float4" and GPT_OSS_EXPERTS.search(name) else None
+        return form if form == "float4" and _is_joined(name, architecture) else None
     return form if _MATRIX.fullmatch(name) and len(tensor.shape) == 2 else None
+
+
+def _is_joined(name: str, architecture: Architecture) -> bool:
+    """Whether a tensor of a GGUF file is read with others as one."""
+    parts = _LAYER.fullmatch(name)
+    return parts is not None and parts[2] in architecture.joined
 
 
 def _name(
@@ -66,7 +71,7 @@ def _name(
         yield around, TensorName(tensor, gguf_name=name)
         return
     index, module, kind = parts.groups() if parts else (0, "", "")
-    if architecture.model_type == "gpt_oss" and GPT_OSS_EXPERTS.fullmatch(module):
+    if _is_joined(name, architecture):
         yield name, TensorName(tensor, gguf_name=name)
         return
     own = architecture.modules.get(module)
@@ -75,7 +80,7 @@ def _name(
         raise WeightsError(message, field=str(file.path), value=name)
     prefix = f"model.layers.{int(index)}."
     if "{}" not in own:
-        end = "" if own.endswith(".sinks") else f".{kind}"
+        end = "" if own.endswith((".sinks", "_bias")) else f".{kind}"
         yield f"{prefix}{own}{end}", TensorName(tensor, gguf_name=name)
         return
     if len(tensor.shape) != 3:

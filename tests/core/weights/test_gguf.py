@@ -42,6 +42,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # architecture, golden wh
     "olmo2": ("olmo2", "olmo2", {}),
     "granite": ("granite", "granite", {}),
     "glm4": ("glm4", "glm4", {}),
+    "deepseek_v2": ("deepseek2", "deepseek_v2", {}),
+    "deepseek_v2_greedy": ("deepseek2", "deepseek_v2_greedy", {"attention_bias": False}),
+    "deepseek_v3": ("deepseek2", "deepseek_v3", {"attention_bias": False}),
     "gpt-oss": ("gpt-oss", "gpt_oss", {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}),
 }
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -90,6 +93,26 @@ def test_each_architecture_is_the_model_that_was_converted(name: str, tmp_path: 
     for parameter, each in list_params(wanted).items():
         original = np.asarray(each.source.build(*(tensors[name] for name in each.source.names)))
         np.testing.assert_allclose(read[parameter], original, atol=1e-6, err_msg=parameter)
+
+
+def test_older_files_of_latent_attention_have_heads_in_one_tensor(tmp_path: Path) -> None:
+    architecture, config = read_case("deepseek_v2")
+    tensors = make_tensors(config)
+    models = [
+        write_gguf(tmp_path / f"{old}.gguf", architecture, config, tensors, old_latent=old) for old in (False, True)
+    ]
+    one, other = (parse_config(read_hf_config(path)) for path in models)
+    assert one == other
+    new, old = (build_all(one, open_checkpoint(path)) for path in models)
+    assert all(np.array_equal(new[name], old[name]) for name in new)
+
+
+def test_latent_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    architecture, config = read_case("deepseek_v2")
+    tensors, rank = make_tensors(config), config["kv_lora_rank"]
+    written = write_gguf(tmp_path / "model.gguf", architecture, config, tensors, drop=("blk.1.attn_v_b.weight",))
+    with pytest.raises(WeightsError, match=rf"blk.1.attn_k_b.weight of shape \(4, {rank}, 6\).* same heads and rank"):
+        open_checkpoint(written)
 
 
 def test_parts_are_one_model(tmp_path: Path) -> None:
