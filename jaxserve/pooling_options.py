@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.options import check_choices, option
 
-PoolingType = Literal["LAST", "CLS", "MEAN", "MAX", "MEAN_SQRT", "WEIGHTED_MEAN"]
+PoolingType = Literal["LAST", "CLS", "MEAN", "MAX", "MEAN_SQRT", "WEIGHTED_MEAN", "ALL"]
 """The token that stands for its text, the last or the first, or the mean of all (vLLM's names).
 
 Beside these, those of sentence-transformers: the largest of each number, the sum divided by the square root of the
-length, and the mean in which a token weighs as much as its position, from 1.
+length, and the mean in which a token weighs as much as its position, from 1. ALL: each token has a vector of its own.
 """
 
 ONE_TOKEN = frozenset({"LAST", "CLS"})
@@ -79,7 +79,7 @@ class PoolingOptions:
     pooler_config: PoolerOverrides | None = option(  # noqa: RUF009 - declares a field, as everywhere
         None,
         'how embeddings are made, in place of what the files say: {"pooling_type": "LAST", "CLS", "MEAN", "MAX", '
-        '"MEAN_SQRT" or "WEIGHTED_MEAN", '
+        '"MEAN_SQRT", "WEIGHTED_MEAN" or, for a vector of each token, "ALL", '
         '"use_activation": whether their length is 1, "dimensions": COUNT}',
         read=read_pooler_config,
     )

@@ -163,7 +163,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: JaxServeError | None = None  # set when finish_reason is "error" or "timeout"
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
-    embedding: list[float] | None = None  # the prompt's, if it was asked for
+    embedding: Any = None  # the prompt's, list[float], if it was asked for; or numpy float32 [n, E] of its n tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class ScoringOutput(_PooledOutput):
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput(_PooledOutput):
-    """What `LLM.encode` returns: an embedding, or the numbers of classes."""
+    """What `LLM.encode` returns: an embedding, the numbers of classes, or a vector of each token."""
 
-    data: list[float]
+    data: list[float] | list[list[float]]
     num_cached_tokens: int = 0

@@ -223,7 +223,10 @@ class LLM:
     def encode(
         self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool | None = None, **arguments: Unpack[EncodeArguments]
     ) -> list[PoolingOutput]:
-        """Returns what `embed` or `classify` does, by `pooling_task`, as plain numbers; default: the model's task."""
+        """Returns what `embed` or `classify` does, by `pooling_task`, as plain numbers; default: the model's task.
+
+        With `token_embed`, for engines of `pooler_config={"pooling_type": "ALL"}`, `data` has a vector of each token.
+        """
         options = read_arguments("LLM.encode", arguments)
         return self._pool(pooled.encode(*self._maker, prompts, options), use_tqdm)
 

@@ -63,7 +63,7 @@ class RequestStream:
         self.done: list[CompletionOutput] = []  # finished completions, with OutputKind.FINAL_ONLY
         self.shows_progress = params.output_kind is not OutputKind.FINAL_ONLY
         self.prompt_token_ids = list(request.prompt_token_ids)  # shared by all outputs of the request
-        self.embedding: list[float] | None = None
+        self.embedding: Any = None  # see `RequestOutput.embedding`
         self._error: JaxServeError | None = None  # a finished sequence's, with OutputKind.FINAL_ONLY
         self.prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _LEAST_LENGTH = 1e-12  # a vector is divided by at least this: zeros stay zeros
 _NO_PARAMS = PoolingParams()
-ENCODE_TASKS = ("embed", "classify")
+ENCODE_TASKS = ("embed", "classify", "token_embed")
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,20 @@ def embed(
     Raises InvalidRequestError for what the model cannot make.
     """
     require_task(list_tasks(model), "embed")
+    return _embed(factory, model, prompts, options, EmbeddingOutput)
+
+
+def _embed[T](
+    factory: RequestFactory,
+    model: DecoderConfig,
+    prompts: Prompt | Sequence[Prompt],
+    options: Mapping[str, Any],
+    kind: Callable[..., T],
+) -> PoolingCall[T]:
+    """Returns the call of vectors of texts, or of all tokens of texts, whose answers are of a kind."""
     params, own = _split(options)
-    given = check_embedding(model, params)
-    make = partial(cut_embedding, params=given, normalizes=model.pooler.normalizes)
-    return PoolingCall(_make_each(factory, prompts, own), partial(_finish, EmbeddingOutput, make))
+    make = partial(cut_embedding, params=check_embedding(model, params), normalizes=model.pooler.normalizes)
+    return PoolingCall(_make_each(factory, prompts, own), partial(_finish, kind, make))
 
 
 def classify(
@@ -74,11 +84,22 @@ def classify(
     Raises InvalidRequestError if the model has no classes.
     """
     require_task(list_tasks(model), "classify")
+    return _classify(factory, model, prompts, options, ClassificationOutput)
+
+
+def _classify[T](
+    factory: RequestFactory,
+    model: DecoderConfig,
+    prompts: Prompt | Sequence[Prompt],
+    options: Mapping[str, Any],
+    kind: Callable[..., T],
+) -> PoolingCall[T]:
+    """Returns the call of classes of texts, whose answers are of a kind."""
     params, own = _split(options)
     classes, given = model.pooler.classes, _refuse_dimensions(params)
     assert classes is not None
     make = partial(activate, classes, params=given)
-    return PoolingCall(_make_each(factory, prompts, own), partial(_finish, ClassificationOutput, make))
+    return PoolingCall(_make_each(factory, prompts, own), partial(_finish, kind, make))
 
 
 def encode(
@@ -88,21 +109,14 @@ def encode(
     options: Mapping[str, Any],
 ) -> PoolingCall[PoolingOutput]:
     """Returns the call of `LLM.encode` for one of `ENCODE_TASKS` as `pooling_task`; without one, the model's own."""
-    task = options.get("pooling_task") or ("embed" if model.pooler.classes is None else "classify")
+    tasks = list_tasks(model)
+    task = options.get("pooling_task") or next(each for each in ENCODE_TASKS if each in tasks)
     if task not in ENCODE_TASKS:
-        message = f"must be one of {', '.join(ENCODE_TASKS)}, got {shorten(task)}; a pooler gives one vector a text"
+        message = f"must be one of {', '.join(ENCODE_TASKS)}, got {shorten(task)}"
         raise InvalidRequestError(message, field="pooling_task", value=task)
+    require_task(tasks, task)
     own = {name: value for name, value in options.items() if name != "pooling_task"}
-    made: PoolingCall[Any] = (embed if task == "embed" else classify)(factory, model, prompts, own)
-
-    def finish(outputs: Sequence[RequestOutput]) -> list[PoolingOutput]:
-        found = zip(outputs, made.finish(outputs), strict=True)
-        return [
-            PoolingOutput(*_describe(each), one.embedding if task == "embed" else one.probs, each.num_cached_tokens)
-            for each, one in found
-        ]
-
-    return PoolingCall(made.requests, finish)
+    return (_classify if task == "classify" else _embed)(factory, model, prompts, own, PoolingOutput)
 
 
 def score(
@@ -197,13 +211,16 @@ def check_embedding(model: DecoderConfig, given: PoolingParams) -> PoolingParams
     return given
 
 
-def cut_embedding(vector: Sequence[float], params: PoolingParams, normalizes: bool) -> list[float]:
-    """Returns the first `dimensions` numbers, divided by their length if the model does so, or the request."""
+def cut_embedding(vectors: Any, params: PoolingParams, normalizes: bool) -> list[Any]:
+    """Returns the first `dimensions` numbers, divided by their length if the model does so, or the request.
+
+    `vectors` is one vector, or an array [n, E] of those of n tokens, which are returned as n lists.
+    """
     if params.dimensions is None and (normalizes or not params.use_activation):
-        return list(vector)
-    kept = np.asarray(vector, np.float32)[: params.dimensions]
+        return vectors if isinstance(vectors, list) else vectors.tolist()
+    kept = np.asarray(vectors, np.float32)[..., : params.dimensions]
     if normalizes or params.use_activation:
-        kept = kept / max(float(np.linalg.norm(kept)), _LEAST_LENGTH)
+        kept = kept / np.maximum(np.linalg.norm(kept, axis=-1, keepdims=True), _LEAST_LENGTH)
     return kept.tolist()
 
 
@@ -261,13 +278,13 @@ def _refuse_dimensions(given: PoolingParams) -> PoolingParams:
     return given
 
 
-def _finish[T](kind: Callable[..., T], make: Callable[[list[float]], Any], outputs: Sequence[RequestOutput]) -> list[T]:
-    """Returns the answers of a kind to requests that have ended; `make` makes an answer's value of a vector."""
+def _finish[T](kind: Callable[..., T], make: Callable[[Any], Any], outputs: Sequence[RequestOutput]) -> list[T]:
+    """Returns the answers of a kind to requests that have ended; `make` makes an answer's value of what was pooled."""
     return [kind(*_describe(each), make(_read(each)), each.num_cached_tokens) for each in outputs]
 
 
-def _read(output: RequestOutput) -> list[float]:
-    """Returns the vector of a request that has ended; raises its error if it has one."""
+def _read(output: RequestOutput) -> Any:
+    """Returns `RequestOutput.embedding` of a request that has ended; raises its error if it has one."""
     if output.error is not None:
         raise output.error
     assert output.embedding is not None  # it has ended without an error

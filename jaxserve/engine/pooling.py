@@ -90,6 +90,8 @@ def require_dimensions(model: DecoderConfig, dimensions: int) -> None:
 def list_tasks(model: DecoderConfig) -> tuple[str, ...]:
     """Returns what requests may ask of a model, by vLLM's names."""
     classes = model.pooler.classes
+    if model.pooler.by_token:
+        return ("token_embed",)
     if classes is None:
         return ("generate", "embed", "score") if model.generates else ("embed", "score")
     return ("classify", "score") if len(classes.labels) == 1 else ("classify",)
@@ -98,7 +100,10 @@ def list_tasks(model: DecoderConfig) -> tuple[str, ...]:
 def require_task(tasks: Sequence[str], task: str) -> None:
     """Raises InvalidRequestError, naming a model's tasks, for another task."""
     if task not in tasks:
-        raise InvalidRequestError(f"this model's tasks are {', '.join(tasks)}, not {task}", field="model", value=task)
+        message = f"this model's tasks are {', '.join(tasks)}, not {task}"
+        if task == "token_embed" and "embed" in tasks:
+            message += "; start the engine with pooler_config={'pooling_type': 'ALL'} for it"
+        raise InvalidRequestError(message, field="model", value=task)
 
 
 def add_answers(
@@ -155,6 +160,9 @@ def _check_classifier(model: DecoderConfig, options: PoolingOptions) -> DecoderC
         message = "is for embeddings, and this model classifies; leave it out"
         raise ConfigError(message, field="pooler_config.dimensions", value=given.dimensions)
     pooler, classes = model.pooler, model.pooler.classes
+    if given.pooling_type == "ALL":
+        message = "gives each token a vector (token_embed); classes of tokens (token_classify) are not supported"
+        raise ConfigError(message, field="pooler_config.pooling_type", value=given.pooling_type)
     if given.pooling_type is not None:
         pooler = dataclasses.replace(pooler, pooling_type=given.pooling_type)
     if given.use_activation is False and classes is not None:

@@ -29,5 +29,6 @@ def hand_out_prompts(
             if outputs.prompt_logprobs is not None and group.prompt_logprobs is not None:
                 group.prompt_logprobs.add(outputs.prompt_logprobs, line, chunk.start, len(chunk.token_ids))
             if outputs.embeddings is not None and sequence.request.task is Task.POOL and chunk.is_last:
-                group.embedding = outputs.embeddings[row].tolist()
+                found = outputs.embeddings[row]  # of tokens it may be megabytes: too many for this thread
+                group.embedding = found.tolist() if found.ndim == 1 else found
         line, row = line + len(chunk.token_ids), row + 1

@@ -75,6 +75,7 @@ class LimitOptions:
     max_streams: int = option(2048, "requests being answered at once; more get 429")
     max_prompts: int = option(2048, "prompts of one completion or embedding request")
     max_prompt_logprobs: int = option(2**18, "log-probabilities of prompt tokens in one answer")
+    max_pooled_numbers: int = option(2**23, "numbers in one answer with a vector for each token (token_embed)")
     max_queue_wait: float = option(
         5.0, "seconds that a request may expect to wait for its first step; more get 429 at once; 0: any, as for flex"
     )
@@ -95,6 +96,7 @@ class LimitOptions:
     def __post_init__(self) -> None:
         check_at_least(self, max_body_bytes=1, max_body_bytes_total=1, max_header_bytes=1024)
         check_at_least(self, max_connections=1, max_streams=1, max_prompts=1, max_prompt_logprobs=1, max_n=1)
+        check_at_least(self, max_pooled_numbers=1)
         check_at_least(self, max_sequences_per_request=1, max_priority=PRIORITIES.start)
         if self.max_n > MAX_COMPLETIONS:
             raise ConfigError(f"at most {MAX_COMPLETIONS}, got {self.max_n}", field="max_n", value=self.max_n)

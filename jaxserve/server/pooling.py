@@ -65,10 +65,17 @@ async def compute_all[B: EngineFields, T](
             async with aclosing(compute(requests, http, operation=operation)) as parts:
                 async for part in parts:
                     outputs += part
-            return await run_by_size(partial(call.finish, outputs), len(outputs) * state.engine.model.embedding_size)
+            return await run_by_size(partial(call.finish, outputs), count_numbers(requests, state))
 
         answers = await run_while_connected(http, run(), state)
     return Computed(answers, count_tokens(requests, http), echo_tier(body, requests[0]))
+
+
+def count_numbers(requests: Sequence[EngineRequest], state: ServerState) -> int:
+    """Returns how many numbers the model makes of texts."""
+    model = state.engine.model
+    vectors = sum(len(each.prompt_token_ids) for each in requests) if model.pooler.by_token else len(requests)
+    return vectors * model.embedding_size
 
 
 def count_tokens(requests: Sequence[EngineRequest], http: Request) -> dict[str, int]:

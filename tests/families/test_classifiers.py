@@ -223,7 +223,7 @@ def test_an_embedding_model_scores_by_cosine() -> None:
         (lambda: llm.score("w1", "w2", max_tokens_per_doc=3), "max_tokens_per_doc: is for rerankers"),
         (lambda: llm.embed("w1", pooling_params=PoolingParams(use_activation=False)), "vectors have length 1"),
         (lambda: llm.embed("w1", pooling_params=PoolingParams(dimensions=33)), "dimensions: at most 32, got 33"),
-        (lambda: llm.encode("w1", pooling_task="token_embed"), "pooling_task: must be one of embed, classify"),
+        (lambda: llm.encode("w1", pooling_task="reward"), "pooling_task: must be one of embed, classify, token_embed"),
     ):
         with pytest.raises(InvalidRequestError, match=words):
             call()

@@ -15,6 +15,7 @@ import pytest
 
 from jaxserve import AsyncLLM
 from jaxserve.server.app import make_app
+from jaxserve.server.options import ServerConfig
 from jaxserve.server.server_state import ServerState
 from tests.families.test_classifiers import ANSWERS, FOLDER, TEMPLATE, read_golden, start
 from tests.golden_cases import GOLDENS
@@ -124,6 +125,25 @@ def test_classes_have_names(classifier: ServerState) -> None:
     assert 'jaxserve:pooled_texts_total{engine="0",model_name="demo",task="classify"} 10.0' in page
 
 
+def test_each_token_has_a_vector() -> None:
+    options = {"tokenizer": str(FOLDER / "bert"), "pooler_config": {"pooling_type": "ALL"}}
+    state = make_server(GOLDENS / "encoders" / "bert_mean", **options)
+    try:
+        (direct,) = asyncio.run(state.engine.encode(["w1 w2"]))
+        for body in ({}, {"task": "token_embed"}):
+            found = ask(state, "/pooling", {"input": ["w1 w2", "w3"], **body})
+            assert [len(each["data"]) for each in found["data"]] == [4, 3]
+            np.testing.assert_allclose(found["data"][0]["data"], direct.data, atol=1e-6)
+        assert ask(state, "/v1/models", None)["data"][0]["tasks"] == ["token_embed"]
+        for path, body in (("/v1/embeddings", {"input": "w1"}), ("/pooling", {"input": "w1", "task": "embed"})):
+            assert "tasks are token_embed, not embed" in ask(state, path, body, 400)["error"]["message"]
+        state.config = ServerConfig.from_options(max_pooled_numbers=7 * 32 - 1)
+        error = ask(state, "/pooling", {"input": ["w1 w2", "w3"]}, 400)["error"]
+        assert error["param"] == "input" and "224 numbers together, and one answer may have 223" in error["message"]
+    finally:
+        state.llm.shutdown()
+
+
 def test_coheres_embeddings(embedder: ServerState) -> None:
     texts = ["w1 w2", "w3"]
     plain = [each["embedding"] for each in ask(embedder, "/v1/embeddings", {"input": texts})["data"]]
@@ -187,6 +207,8 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("reranker", "/v2/embed", {"texts": ["w1"]}, "model"),
     ("reranker", "/v1/completions", {"prompt": "w1"}, "model"),
     ("reranker", "/pooling", {"input": "w1", "task": "token_classify"}, "task"),
+    ("reranker", "/pooling", {"input": "w1", "task": "token_embed"}, "model"),
+    ("embedder", "/pooling", {"input": "w1", "task": "token_embed"}, "model"),
     ("reranker", "/pooling", {"input": "w1", "dimensions": 1}, "dimensions"),
     ("classifier", "/rerank", {"query": "w1", "documents": ["w1"]}, "model"),
     ("classifier", "/classify", {"input": ""}, "input"),

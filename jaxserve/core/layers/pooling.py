@@ -1,4 +1,4 @@
-"""Pooling: one vector a row, of the hidden states of its tokens. Pure functions of hidden states and row numbers."""
+"""Pooling: one vector a row, of the hidden states of its tokens, or one a token. Pure functions of these states."""
 
 from __future__ import annotations
 
@@ -106,6 +106,11 @@ class PoolerConfig:
         """Whether it reads other tokens than the last, so that a text must be computed whole."""
         return self.pooling_types != ("LAST",)
 
+    @property
+    def by_token(self) -> bool:
+        """Whether each token has a vector of its own, so that nothing is pooled."""
+        return self.pooling_type == "ALL"
+
     def count_pooled(self, hidden_size: int) -> int:
         """Returns the numbers that states of `hidden_size` are pooled to (P)."""
         return hidden_size * len(self.pooling_types)
@@ -165,7 +170,7 @@ def pool_rows(
 
 
 def finish_rows(config: PoolerConfig, leaves: Mapping[str, Any], pooled: Float[Array, "S P"]) -> Float[Array, "S E"]:
-    """Returns the vectors of rows, float32. `leaves` are `dense_0`, `dense_1` and so on, by `PoolerConfig.denses`.
+    """Returns the vectors of rows or tokens, float32. `leaves` are `dense_0` and so on, by `PoolerConfig.denses`.
 
     A projection has a weight [in, out] and a bias [out], a second one, as `dense_0_residual`, a weight [in, out]; a
     norm has a weight and a bias of its size.

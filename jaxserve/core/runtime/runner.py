@@ -79,10 +79,12 @@ class ModelRunner:
         features: Sequence[FeatureHost] = (),
         counts: StepCounts | None = None,
         times_steps: bool = False,
+        embeds_tokens: bool = False,
     ) -> None:
         self.params, self.features = params, tuple(features)
         self.counts = counts or StepCounts()
         self.step_costs: dict[tuple[int, int], float] = {}  # seconds of a step by (rows, width) of its bucket
+        self._embeds_tokens = embeds_tokens  # each token has a vector of its own
         self._times_steps = times_steps  # of decoding rows alone, each bucket before its first step
         self._count_compiles, self._compiles_before = count_compiles, count_compiles()
         self.device = DeviceState(programs)
@@ -171,7 +173,7 @@ class ModelRunner:
         selected, hidden = self._run(bucket, layout.new())
         targets = np.zeros(bucket.tokens, np.int32) if bucket.is_mixed and self._variants else None
         prompt_logprobs = self._find_prompt_logprobs(hidden, targets)
-        embeddings = self._embed(bucket, hidden) if bucket.width == 1 else None
+        embeddings = self._embed(hidden) if bucket.width == 1 else None
         drafts = self._state_shape.max_drafts > 0
         if selected.logits is None:
             StepFuture(SampledTokens(None), (None, None, embeddings), 0).wait()
@@ -216,8 +218,10 @@ class ModelRunner:
             return DispatchedStep(StepFuture(sampled, None, plan.num_rows, beside))
         selected, hidden = self._run(bucket, packed.inputs)
         if selected.logits is None:
-            more = None, None, self._embed(bucket, hidden)
-            return DispatchedStep(StepFuture(SampledTokens(None), more, plan.num_rows, beside))
+            more, lengths = (None, None, self._embed(hidden)), None
+            if self._embeds_tokens:
+                lengths = [len(chunk.token_ids) for chunk in plan.chunks]
+            return DispatchedStep(StepFuture(SampledTokens(None), more, plan.num_rows, beside, lengths))
         return StartedStep(
             self,
             bucket,
@@ -226,7 +230,7 @@ class ModelRunner:
             packed.wants_logprobs,
             selected,
             self._find_prompt_logprobs(hidden, self._find_targets(plan, bucket)),
-            self._embed(bucket, hidden) if self._wants_embeddings(plan) else None,
+            self._embed(hidden) if self._wants_embeddings(plan) else None,
             plan.num_drafts > 0,
             beside,
         )
@@ -281,8 +285,8 @@ class ModelRunner:
         program = self.device.programs.get("prompt_logprobs", len(targets))
         return call_program(program, head_params(self.params), hidden.every, targets)
 
-    def _embed(self, bucket: Bucket, hidden: HiddenStates) -> Any:
-        return self.device.programs.get("embed", bucket.rows)(embedding_params(self.params), hidden.last)
+    def _embed(self, hidden: HiddenStates) -> Any:
+        return self.device.programs.get("embed", len(hidden.last))(embedding_params(self.params), hidden.last)
 
     def _wants_embeddings(self, plan: StepPlan) -> bool:
         return any(chunk.is_last and self._mirror.wants_embedding(chunk.row) for chunk in plan.chunks)

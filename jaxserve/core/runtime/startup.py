@@ -133,6 +133,8 @@ def _list_largest(shapes: Shapes) -> Iterator[ProgramKey]:
     measured = shapes.buckets.buckets if shapes.config.scheduler.deterministic else (shapes.buckets.largest,)
     yield from (("forward", bucket) for bucket in measured)
     yield from (("sample", (rows, 1, variant)) for variant in shapes.sample_programs)
+    if shapes.model.pooler.by_token:
+        yield "embed", shapes.buckets.largest.tokens
     for feature in shapes.features:
         yield from feature.list_largest(shapes.buckets)
 
@@ -162,8 +164,12 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
     packed = 4 * InputLayout(shapes.buckets.largest, state).size
     size = jnp.dtype(shapes.model.dtype).itemsize
     lines = max(shapes.buckets.largest.rows, *(rows * width for rows, width in shapes.buckets.verify_sizes), 0)
-    logits = shapes.model.vocab_size if shapes.generates else 0
-    selected = lines * (4 * logits + (size if shapes.generates else 4) * shapes.model.hidden_size)
+    if shapes.generates:
+        selected = lines * (4 * shapes.model.vocab_size + size * shapes.model.hidden_size)
+    elif shapes.model.pooler.by_token:  # the states and the vectors of all tokens
+        selected = shapes.buckets.largest.tokens * (size * shapes.model.hidden_size + 4 * shapes.model.embedding_size)
+    else:
+        selected = 4 * lines * shapes.model.pooler.count_pooled(shapes.model.hidden_size)
     selected += _count_bytes([each.handed_specs(lines) for each in shapes.features])
     params = params_bytes(param_specs(shapes.model), shapes.num_devices, shapes.platform)
     return DeviceUse(
@@ -303,6 +309,7 @@ def _make_runner(
         features=[feature.open(shapes, own, counts) for feature, own in pairs],
         counts=counts,
         times_steps=shapes.chooses_widths,
+        embeds_tokens=shapes.model.pooler.by_token,
     )
 
 
@@ -335,7 +342,7 @@ def compile_rest(
 
 def list_all_programs(shapes: Shapes, buckets: BucketTable) -> Iterator[ProgramKey]:
     """Yields the (kind, key) of every program that an engine may need with these buckets."""
-    yield from list_programs(buckets, shapes.sample_programs)
+    yield from list_programs(buckets, shapes.sample_programs, embeds_tokens=shapes.model.pooler.by_token)
     if shapes.config.scheduler.max_decode_steps > 1:
         yield from list_loops(shapes.buckets)
     for feature in shapes.features:

@@ -103,6 +103,8 @@ def run_forward(
     if model.generates:
         last = hidden if bucket.width > 1 else hidden[ends]
         logits = compute_logits(model.config, params, last)
+    elif model.config.pooler.by_token:
+        last, logits = hidden, None
     else:
         normalize = partial(normalize_last, model.config, params)
         last = pool_rows(model.config.pooler.pooling_types, normalize, hidden, inputs.query_start_loc)
@@ -148,9 +150,9 @@ def compute_prompt_logprobs(
     return gather_prompt_logprobs(hidden, logits, targets, max_logprobs, vocab_size=model.config.vocab_size)
 
 
-def embed(params: Any, last: Float[Array, "S D"], *, model: StepModel) -> Float[Array, "S E"]:
-    """Returns the rows' embeddings, f32, of `HiddenStates.last`; `params` are those of `embedding_params`."""
-    if model.generates:
+def embed(params: Any, last: Float[Array, "N D"], *, model: StepModel) -> Float[Array, "N E"]:
+    """Returns the rows' or tokens' vectors, f32, of `HiddenStates.last`; `params` are those of `embedding_params`."""
+    if not model.pools_rows:
         last = normalize_last(model.config, params, last).astype(jnp.float32)
     return finish_rows(model.config.pooler, params, last)
 

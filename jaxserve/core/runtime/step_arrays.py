@@ -17,7 +17,8 @@ from jaxserve.core.sampling import SamplingInputs
 class HiddenStates:
     """The residual stream before the final norm, for the programs that only some steps need."""
 
-    # Of the tokens that logits were computed of; if the engine only makes embeddings, what the rows were pooled to.
+    # Of the tokens that logits were computed of. If the engine only makes embeddings: what the rows were pooled to, or
+    # of all tokens, if each has a vector of its own.
     last: Float[Array, "N D"]
     every: Float[Array, "T D"] | None  # all tokens of a mixed bucket, for prompts' log-probabilities
 

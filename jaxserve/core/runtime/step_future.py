@@ -21,6 +21,7 @@ class StepFuture:
     Args:
         more: (log-probabilities of tokens, of prompts, embeddings), each None if no row asked; None if all are.
         beside: what features run beside the step.
+        lengths: the tokens of each row, where each token has an embedding of its own.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class StepFuture:
         more: tuple[Any, Any, Any] | None,
         num_rows: int,
         beside: Sequence[InFlight] = (),
+        lengths: Sequence[int] | None = None,
     ) -> None:
         self._sampled, self._more, self._num_rows, self._beside = sampled, more, num_rows, beside
+        self._lengths = lengths
         if _is_reader():
             for array in jax.tree.leaves((sampled, more)):
                 array.copy_to_host_async()
@@ -44,7 +47,12 @@ class StepFuture:
         ids, drafts, more = _read((self._sampled.ids, self._sampled.drafts, self._more))
         logprobs, prompt_logprobs, embeddings = more or (None, None, None)
         if ids is None:  # the embeddings alone can tell whether the model's numbers are finite
-            ids = np.where(np.isfinite(embeddings).all(axis=1, keepdims=True), 0, NON_FINITE)
+            is_finite = np.isfinite(embeddings).all(axis=1, keepdims=True)
+            if self._lengths is not None:
+                ends = np.cumsum(self._lengths)
+                embeddings = np.split(embeddings[: ends[-1]], ends[:-1])
+                is_finite = np.array([[each.all()] for each in np.split(is_finite[: ends[-1]], ends[:-1])])
+            ids = np.where(is_finite, 0, NON_FINITE)
         ids, drafts = ids[: self._num_rows], None if drafts is None else drafts[: self._num_rows].tolist()
         of_features: dict[str, Any] = {}
         for each in self._beside:

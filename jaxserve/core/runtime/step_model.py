@@ -27,6 +27,11 @@ class StepModel:
     generates: bool = True  # see `Sizes.generates`
 
     @property
+    def pools_rows(self) -> bool:
+        """Whether `forward` hands on what the rows were pooled to, and not hidden states."""
+        return not (self.generates or self.config.pooler.by_token)
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """The layers whose inputs a feature reads."""
         return tuple(layer for feature in self.features for layer in feature.aux_layers)

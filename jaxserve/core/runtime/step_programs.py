@@ -49,10 +49,12 @@ def name_program(kind: str, key: Any) -> str:
     return name
 
 
-def list_programs(buckets: BucketTable, variants: Iterable[SampleVariant] = SampleVariant) -> Iterator[ProgramKey]:
+def list_programs(
+    buckets: BucketTable, variants: Iterable[SampleVariant] = SampleVariant, *, embeds_tokens: bool = False
+) -> Iterator[ProgramKey]:
     """Yields the (kind, key) of every program of a table but loops, the slowest to compile first.
 
-    Without `variants` no step samples, and there are no logits.
+    Without `variants` no step samples, and there are no logits. `embeds_tokens`: each token has a vector of its own.
     """
     variants = tuple(variants)
     for bucket in sorted(buckets.buckets, reverse=True):
@@ -64,8 +66,8 @@ def list_programs(buckets: BucketTable, variants: Iterable[SampleVariant] = Samp
             yield "sample", (rows, width, variant)
         if variants:
             yield "logprobs", (rows, width)
-    for rows in buckets.row_counts:
-        yield "embed", rows
+    for count in sorted({bucket.tokens for bucket in buckets.buckets}) if embeds_tokens else buckets.row_counts:
+        yield "embed", count
     yield "set_row", None
     yield "zeros", None
 
@@ -173,10 +175,10 @@ def _make_prompt_logprobs(engine: EnginePrograms, tokens: int) -> Program:
     )
 
 
-def _make_embed(engine: EnginePrograms, rows: int) -> Program:
+def _make_embed(engine: EnginePrograms, count: int) -> Program:
     inputs, config = engine.inputs, engine.model.config
     size = config.pooler.count_pooled(config.hidden_size)
-    last = inputs.spec((rows, size), config.dtype if engine.model.generates else jnp.float32)
+    last = inputs.spec((count, size), jnp.float32 if engine.model.pools_rows else config.dtype)
     arguments = embedding_params(inputs.params), last
     return Program(partial(embed, model=engine.model), arguments, results=(inputs.replicated,))
 

@@ -86,7 +86,8 @@ class StepOutputs:
     counts: list[int] | None = None  # [S] ids per row; None: one each
     logprobs: Any = None  # None: not requested
     prompt_logprobs: Any = None  # like `logprobs`, one line per token of the step, for the token after it
-    embeddings: Any = None  # numpy float32 [S, D]; valid for embedding rows at the end of their prompt
+    # numpy float32 [S, E], valid for embedding rows at the end of their prompt; or of each row [n, E], of its n tokens
+    embeddings: Any = None
     drafts: list[list[int]] | None = None  # [S][K] drafts of each row's next tokens; below zero: none from here on
     failed_copies: frozenset[tuple[int, int]] = frozenset()  # (group, slot) of saves and loads that failed
 

@@ -107,16 +107,16 @@ class ClassesList(ListFields):
 
 
 class PoolingRequest(ClassifyRequest):
-    """Texts to embed or to classify."""
+    """Texts to embed, whole or token by token, or to classify."""
 
-    task: Literal["embed", "classify"] | None = None  # None: the model's own
+    task: Literal["embed", "classify", "token_embed"] | None = None  # None: the model's own
     dimensions: Annotated[Integer, Field(ge=1)] | None = None
 
 
 class Pooled(BaseModel):
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[float]
+    data: list[float] | list[list[float]]  # of the text, or of each of its tokens
 
 
 class PooledList(ListFields):

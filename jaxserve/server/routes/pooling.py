@@ -20,7 +20,7 @@ from jaxserve.request import ClassificationOutput, EmbeddingOutput, PoolingOutpu
 from jaxserve.server.body import read_body
 from jaxserve.server.json_text import make_json_response, run_by_size, to_json
 from jaxserve.server.openapi import document
-from jaxserve.server.pooling import Computed, check_texts, compute_all, drop_grammar
+from jaxserve.server.pooling import Computed, check_texts, compute_all, count_numbers, drop_grammar
 from jaxserve.server.prompts import check_length, list_prompts
 from jaxserve.server.protocol.pooling import (
     ClassesList,
@@ -157,20 +157,29 @@ def _classify(body: ClassifyRequest, state: ServerState, options: dict[str, Any]
 
 @router.post("/pooling", **document(PoolingRequest, PooledList))
 async def pool(http: Request) -> Response:
-    """What the model makes of each text, as plain numbers: an embedding, or one for each class."""
+    """What the model makes of each text, as plain numbers: an embedding, one for each class, or a vector a token."""
     state = get_state(http)
     body = await read_body(http, PoolingRequest, state)
     model = state.check_model(body.model)
     names = {**_INPUT, "pooling_task": "task"}
     found = await compute_all(http, body, _pool, names, operation="pooling")
     data = [{"index": index, "object": "pooling", "data": answer.data} for index, answer in enumerate(found.answers)]
-    return await _write(_list(http, "pool", model, data, found))
+    size = sum(np.size(answer.data[0]) * len(answer.data) for answer in found.answers)
+    return await _write(_list(http, "pool", model, data, found), size)
 
 
 def _pool(body: PoolingRequest, state: ServerState, options: dict[str, Any]) -> PoolingCall[PoolingOutput]:
     prompts, given = _read_input(body, state, options)
     given |= {"pooling_params": PoolingParams(body.use_activation, body.dimensions), "pooling_task": body.task}
-    return pooled.encode(state.engine.requests, state.engine.model, prompts, given)
+    call = pooled.encode(state.engine.requests, state.engine.model, prompts, given)
+    total, most = count_numbers(call.requests, state), state.config.limits.max_pooled_numbers
+    if state.engine.model.pooler.by_token and total > most:
+        message = (
+            f"the vectors of all tokens have {total:,} numbers together, and one answer may have {most:,} "
+            "(max_pooled_numbers); send the texts in several requests"
+        )
+        raise InvalidRequestError(message, field="input", value=total)
+    return call
 
 
 def _read_input(
