@@ -226,9 +226,9 @@ def cut_embedding(vectors: Any, params: PoolingParams, normalizes: bool) -> list
 
 def activate(classes: ClassConfig, numbers: Sequence[float], params: PoolingParams) -> list[float]:
     """Returns what the model's activation makes of the numbers of its classes, computed in float32."""
-    found = np.asarray(numbers, np.float32)
-    if params.use_activation is not False:
-        with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):
+        found = (np.asarray(numbers, np.float32) - np.float32(classes.mean)) / np.float32(classes.sigma)
+        if params.use_activation is not False:
             found = _ACTIVATIONS[classes.activation](found)
     return found.tolist()
 

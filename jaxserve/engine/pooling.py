@@ -38,6 +38,10 @@ def choose_pooling(
     pooler = dataclasses.replace(pooler, trained_sizes=_read_sizes(hf_config))
     given = options.pooler_config
     if given is not None:
+        for name in ("logit_mean", "logit_sigma"):
+            if (value := getattr(given, name)) is not None:
+                message = "is for classes, and this model makes embeddings; leave it out"
+                raise ConfigError(message, field=f"pooler_config.{name}", value=value)
         if given.pooling_type is not None:
             pooler = dataclasses.replace(pooler, joined=())
         found = {"pooling_type": given.pooling_type, "normalizes": given.use_activation, "dimensions": given.dimensions}
@@ -165,8 +169,14 @@ def _check_classifier(model: DecoderConfig, options: PoolingOptions) -> DecoderC
         raise ConfigError(message, field="pooler_config.pooling_type", value=given.pooling_type)
     if given.pooling_type is not None:
         pooler = dataclasses.replace(pooler, pooling_type=given.pooling_type)
-    if given.use_activation is False and classes is not None:
-        pooler = dataclasses.replace(pooler, classes=dataclasses.replace(classes, activation="linear"))
+    if classes is not None:
+        found = {
+            "activation": "linear" if given.use_activation is False else None,
+            "mean": given.logit_mean,
+            "sigma": given.logit_sigma,
+        }
+        changes = {name: value for name, value in found.items() if value is not None}
+        pooler = dataclasses.replace(pooler, classes=dataclasses.replace(classes, **changes))
     return dataclasses.replace(model, pooler=pooler)
 
 

@@ -70,6 +70,25 @@ def test_classes_and_scores_equal_the_reference(name: str) -> None:
         np.testing.assert_allclose(alone.score, scores[at].score, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["xlm_roberta", "bert_classes"])
+def test_numbers_are_calibrated_in_front_of_the_activation(name: str) -> None:
+    golden = read_golden(name)
+    llm = start(name, pooler_config={"logit_mean": 0.3, "logit_sigma": -0.5})
+    texts = [text for pair in golden["pairs"] for text in pair]
+    expected = (np.array(golden["logits"]) - 0.3) / -0.5
+    raw = llm.classify(texts, pooling_params=PoolingParams(use_activation=False))
+    np.testing.assert_allclose([each.probs for each in raw], expected, rtol=0, atol=1e-3)
+    probs = [PROBS["sigmoid" if "scores" in golden else "softmax"](line) for line in expected]
+    np.testing.assert_allclose([each.probs for each in llm.classify(texts)], probs, rtol=0, atol=1e-3)
+    if "scores" in golden:
+        plain = np.log(np.array(golden["scores"]) / (1 - np.array(golden["scores"])))  # sigmoids, in pairs
+        pairs = zip(*golden["pairs"], strict=True)
+        found = llm.score(*map(list, pairs), truncate_prompt_tokens=40)
+        np.testing.assert_allclose(
+            [each.score for each in found], PROBS["sigmoid"]((plain - 0.3) / -0.5), rtol=0, atol=1e-3
+        )
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 def test_two_tokens_of_the_head_are_a_score(name: str) -> None:
     golden = read_golden(name)

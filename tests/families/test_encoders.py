@@ -287,7 +287,12 @@ def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], words: str
         ("qwen3", {"convert": "classify"}, "convert", "has no classes"),
         ("qwen3", {"pooler_config": {"pooling_type": "ALL"}}, False, "ALL"),
         ("qwen3", {"pooler_config": {"pooling_type": "STEP"}}, "pooler_config.pooling_type", "known are LAST, CLS"),
-        ("qwen3", {"pooler_config": {"logit_mean": 1}}, "pooler_config.logit_mean", "is not read"),
+        ("qwen3", {"pooler_config": {"logit_mean": 1}}, "pooler_config.logit_mean", "is for classes"),
+        ("qwen3", {"pooler_config": {"logit_sigma": 0}}, "pooler_config.logit_sigma", "is not supported"),
+        ("qwen3", {"pooler_config": {"logit_sigma": "1"}}, "pooler_config.logit_sigma", "is not supported"),
+        ("qwen3", {"pooler_config": {"logit_mean": math.nan}}, "pooler_config.logit_mean", "is not supported"),
+        ("qwen3", {"pooler_config": {"logit_scale": 2}}, "pooler_config.logit_scale", "logit_sigma, which is 1 / "),
+        ("qwen3", {"pooler_config": {"task": "token_embed"}}, "pooler_config.task", "pooling_type ALL"),
         ("qwen3", {"pooler_config": {"dimensions": 0}}, "pooler_config.dimensions", "an integer of at least 1"),
     ],
 )

@@ -70,12 +70,15 @@ class ClassConfig:
     """The classes that a text's vector has a number for each, and the activation that makes these its probabilities.
 
     `activation`: "sigmoid", "softmax", "tanh" or "linear". It is applied on the host, because a request may leave it
-    out. `difference`: the one number is the second of two, less the first.
+    out. `difference`: the one number is the second of two, less the first. In front of the activation, a number x
+    becomes (x - mean) / sigma.
     """
 
     labels: tuple[str, ...]
     activation: str
     difference: bool = False
+    mean: float = 0.0
+    sigma: float = 1.0
 
 
 @dataclass(frozen=True)
