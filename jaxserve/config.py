@@ -71,6 +71,14 @@ class CacheOptions:
         "of the states of recurrent layers; auto: float32",
         choices=("auto", "float32", "bfloat16"),
     )
+    mamba_cache_mode: str = option(
+        "align",
+        "snapshots of recurrent states, of which a cached prefix needs one; align: at multiples of mamba_block_size",
+        choices=("none", "align"),
+    )
+    mamba_block_size: int | None = option(
+        None, "tokens between snapshots of recurrent states; default: the least multiple of page_size and their tiles"
+    )
 
     @property
     def fixes_pages(self) -> bool:
@@ -79,7 +87,7 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_at_least(self, num_kv_pages_override=2, kv_cache_memory_bytes=1)
+        check_at_least(self, num_kv_pages_override=2, kv_cache_memory_bytes=1, mamba_block_size=1)
         if self.page_size is not None and (self.page_size < 8 or self.page_size & (self.page_size - 1)):
             raise ConfigError(
                 f"must be a power of two, at least 8, got {self.page_size}", field="page_size", value=self.page_size

@@ -85,7 +85,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     ),
     "lora_modules": VllmOption(([],), NO_LORA),
     "mamba_cache_dtype": VllmOption(("auto",), "a convolution keeps its inputs in the model's dtype"),
-    "mamba_cache_mode": VllmOption(("none",), "a recurrent state is that after a row's last token; none is cached"),
     "max_cpu_loras": VllmOption((), NO_LORA),
     "max_lora_rank": VllmOption((), NO_LORA),
     "max_loras": VllmOption((), NO_LORA),

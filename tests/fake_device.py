@@ -26,6 +26,7 @@ from jaxserve.core.runtime.buckets import Bucket
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.scheduler import StepOutputs, StepPlan
 from jaxserve.core.scheduler.sequence import MASK_LATE
+from jaxserve.core.scheduler.step_plan import StateCopy
 
 
 def next_token(token_ids: Sequence[int], windows: Sequence[int | None], vocab_size: int) -> int:
@@ -118,8 +119,10 @@ class FakeStep:
         error: Exception | None = None,
         width: int = 1,
         num_drafts: int = 0,
+        saves: Sequence[StateCopy] = (),
     ) -> None:
         self._device, self._work, self._error, self._width = device, work, error, width
+        self._saves = saves  # of recurrent states, behind the step
         self._num_drafts = num_drafts  # to make for the next step
 
     def sample(self, mask: Any = None) -> FakeFuture:
@@ -144,6 +147,7 @@ class FakeStep:
         if any(self._device.wants_logprobs[row] for row, _ in self._work):
             logprobs = np.array(lines, np.float32), np.array([(i, i ^ 1) for i in ids]), np.full(len(ids), 3)
         sampled = [row if samples and not is_late else None for (row, samples), is_late in zip(self._work, late)]  # noqa: B905
+        self._device.save_states(self._saves)
         drafts = None if self._device.drafter is None else self._device.draft(sampled, self._num_drafts)
         outputs = StepOutputs(ids, counts, logprobs=logprobs, embeddings=embeddings, drafts=drafts)
         return FakeFuture(outputs, host=self._device.host)
@@ -184,6 +188,7 @@ class FakeDevice:
         self.drafts_always = True  # whatever the plan says, as lookups do
         self.num_lookahead_tokens = 0
         self.copy_fails: Callable[[str], bool] = lambda kind: False  # "save" or "load"
+        self.keeps_states = False  # rows have a recurrent state: the tokens that it has seen
         self.plans: list[StepPlan] = []
         self.counts = StepCounts()
         self.num_programs, self.num_compiles = 1, 0
@@ -194,6 +199,8 @@ class FakeDevice:
         self.host = FakeHost(self)
         self._tables: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # (group, row) -> index -> page
         self._num_computed: dict[int, int] = {}
+        self.states: dict[int, list[int]] = {}  # by row
+        self.snapshots: dict[int, list[int]] = {}  # by slot
         self._last_token: dict[int, int] = {}
         self._wants_embedding: dict[int, bool] = {}
         self._most: dict[int, int] = {}  # by row: prompt and output together
@@ -225,6 +232,9 @@ class FakeDevice:
             self._wants_embedding[new_row.row] = new_row.wants_embedding
             self._most[new_row.row] = new_row.max_num_tokens
             self.wants_logprobs[new_row.row] = new_row.params.logprobs is not None
+            self.states[new_row.row] = []
+        for row, slot in plan.state_loads:
+            self.states[row] = list(self.snapshots[slot])
         rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         assert len(rows) == len(set(rows)), "one row works twice in a step"
         work = [(row, (self._last_token[row],), True) for row in plan.decode_rows]
@@ -242,7 +252,13 @@ class FakeDevice:
         if self.drafter is not None:
             self._write_drafts([row for row, _, samples in work if samples], plan.width)
             self._num_made = self.max_drafts if self.drafts_always else plan.num_drafts
-        return FakeStep(self, [(row, samples) for row, _, samples in work], width=plan.width, num_drafts=self._num_made)
+        todo = [(row, samples) for row, _, samples in work]
+        return FakeStep(self, todo, width=plan.width, num_drafts=self._num_made, saves=plan.state_saves)
+
+    def save_states(self, saves: Sequence[StateCopy]) -> None:
+        """Copies the states of rows to snapshots."""
+        for row, slot in saves:
+            self.snapshots[slot] = list(self.states[row])
 
     def _write_drafts(self, rows: list[int], width: int) -> None:
         """Writes the drafts behind each row's last token, as a forward pass does before it knows which are right."""
@@ -279,6 +295,9 @@ class FakeDevice:
                 assert (group, page) not in self.host.loading, "a page that is being loaded is written"
                 self._memory[group, page][position % self.page_size] = token_id
         self._num_computed[row] = start + len(token_ids)
+        if self.keeps_states:
+            assert len(self.states[row]) == start, "the state is not that behind the tokens so far"
+            self.states[row] += token_ids
 
     def _read(self, group: int, row: int) -> list[int]:
         stop, window = self._num_computed[row], self.groups[group].window
@@ -354,6 +373,8 @@ class FakeDevice:
 
     def _sample(self, row: int) -> int:
         visible = [self._read(group, row) for group in range(len(self.groups))]
+        if self.keeps_states:
+            assert all(self.states[row][-len(tokens) :] == tokens for tokens in visible), "another text's state"
         token = self._last_token[row] = self._hash_token(visible, self._num_computed[row])
         return -1 if row in self.poison_rows else token
 

@@ -210,7 +210,7 @@ def build_engine(
 
 def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None) -> Engine:
     """Returns the engine whose scheduler plans for a built runner; its steps go to `runner`, which wraps that one."""
-    from jaxserve.core.runtime.startup import page_groups
+    from jaxserve.core.runtime.startup import caches_prefixes, page_groups
 
     shapes, options = built.shapes, built.shapes.config
     assert options.cache.page_size is not None and options.scheduler.max_num_batched_tokens is not None
@@ -218,7 +218,8 @@ def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None)
         page_groups(shapes, built.plan),
         page_size=options.cache.page_size,
         max_chunk=options.scheduler.max_num_batched_tokens,
-        enable_prefix_caching=bool(options.cache.enable_prefix_caching),
+        enable_prefix_caching=caches_prefixes(shapes, built.plan),
+        num_snapshots=built.plan.num_snapshots,
         **shapes.page_options,
     )
     return Engine(
@@ -240,12 +241,14 @@ def build_runner(
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
     num_pages: Sequence[int] | None = None,
+    num_snapshots: int | None = None,
     nodes: Nodes | None = None,
 ) -> BuiltRunner:
     """Loads the weights, plans memory and compiles programs; see `build_engine`.
 
     Args:
         num_pages: the pages of each KV group, in place of a memory plan.
+        num_snapshots: those of recurrent states, likewise.
         nodes: those that run this engine together, if there are several. Each calls this function.
     """
     from jaxserve.core.runtime.memory import GIB
@@ -300,6 +303,7 @@ def build_runner(
             only_largest=only_largest,
             announce=announce,
             num_pages=num_pages,
+            num_snapshots=num_snapshots,
             nodes=nodes,
             stored=bundle,
         )

@@ -45,7 +45,18 @@ def describe_capacity(shapes: Shapes, plan: CachePlan) -> str:
         f"KV cache: {tokens:,} tokens in {plan.specs[0].dtype}; model in {shapes.model.dtype}; "
         f"max_model_len {longest:,}; {scheduler.max_num_seqs} rows: "
         f"{users} {'user' if users == 1 else 'users'} at once with {longest:,} tokens each"
+        f"{_describe_snapshots(shapes, plan)}"
     )
+
+
+def _describe_snapshots(shapes: Shapes, plan: CachePlan) -> str:
+    """Returns what a start says of snapshots; nothing where none are wanted."""
+    if not shapes.snapshot_grid:
+        return ""
+    if not plan.num_snapshots:
+        return "; no memory is left for snapshots of recurrent states, so no prefix is cached"
+    size = format_bytes(plan.num_snapshots * plan.snapshot_bytes)
+    return f"; {plan.num_snapshots:,} snapshots of recurrent states, {size}"
 
 
 def print_plan(
@@ -154,6 +165,9 @@ def _list_pages(shapes: Shapes, plan: CachePlan) -> list[tuple[str, int, str]]:
         window = "" if group.window is None else f", window {group.window}"
         what = f"{pages:,} pages of {spec.page_size} tokens, {group.num_owners} layers{window}, {spec.dtype}"
         rows.append(("KV pages", cost, what))
+    if plan.num_snapshots:
+        cost, at = plan.num_snapshots * plan.snapshot_bytes, f"at multiples of {shapes.snapshot_grid:,} tokens"
+        rows.insert(0, ("snapshots", cost, f"{plan.num_snapshots:,} of recurrent states, {at}"))
     for attached in plan.attached:
         cost = sum(pages * page_bytes(spec) // plan.num_devices for spec, pages in attached.sum_pools(plan.num_pages))
         what = f"of {len(attached.layer_groups)} {attached.user} layers, {attached.specs[0].dtype}"

@@ -62,6 +62,7 @@ ENGINE_GAUGES: Table[EngineStats] = (
         "Share (0 to 1) of the host KV tier's pages with content; 0 without one.",
         lambda s: s.host.cached / s.host.total if s.host.total else 0.0,
     ),
+    ("state_snapshots", "Snapshots of recurrent states that are cached.", lambda s: s.num_snapshots),
     ("programs", "Compiled programs that steps can use.", lambda s: s.num_programs),
 )
 ENGINE_COUNTERS: Table[EngineStats] = (
@@ -77,6 +78,11 @@ ENGINE_COUNTERS: Table[EngineStats] = (
     ),
     ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
     ("prefix_cache_hits_total", "Prompt tokens whose KV came from the prefix cache.", lambda s: s.prefix_hits),
+    (
+        "state_snapshot_misses_total",
+        "Prompt tokens whose KV was cached, but that lay behind the last snapshot of a recurrent state.",
+        lambda s: s.snapshot_misses,
+    ),
     ("kv_offload_hits_total", "Prompt tokens whose KV was loaded from the host tier.", lambda s: s.host.hits),
     (
         "kv_offload_misses_total",

@@ -66,6 +66,8 @@ class EngineStats:
     num_tier_misses: int  # steps that took longer than `priority_itl_ms` while a row of that tier decoded
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # prompt tokens found there
+    snapshot_misses: int  # prompt tokens whose pages were there, but lay behind the last snapshot of a recurrent state
+    num_snapshots: int  # of recurrent states, that are cached
     num_steps: int
     steps: Mapping[str, int]  # by bucket
     useful_tokens: int
@@ -111,6 +113,8 @@ def read_stats(engine: Engine) -> EngineStats:
         num_tier_misses=scheduler.counts.num_tier_misses,
         prefix_queries=scheduler.counts.prefix_queries,
         prefix_hits=scheduler.counts.prefix_hits,
+        snapshot_misses=scheduler.counts.snapshot_misses,
+        num_snapshots=scheduler.pages.snapshots.num_cached,
         num_steps=sum(steps.values()),
         steps={str(bucket): count for bucket, count in sorted(steps.items())},
         useful_tokens=device.useful_tokens,

@@ -1,7 +1,9 @@
 """After each step of an engine, whatever happened, each row's state is the float64 recurrence over its tokens.
 
-Drawn requests are admitted, cut into chunks, decoded, forked, aborted, stopped, preempted and forced to tokens. The
-state of the first layer depends on its tokens' embeddings alone, so the recurrence is cheap.
+Drawn requests are admitted, cut into chunks, decoded, forked, aborted, stopped, preempted and forced to tokens. They
+begin like others or go on from their answers, so they hit snapshots, of which there are few; each snapshot that a row's
+text can hit is compared, too. Steps fail, and weights change. The state of the first layer depends on its tokens'
+embeddings alone, so the recurrence is cheap.
 """
 
 from __future__ import annotations
@@ -18,16 +20,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.core.layers.gated_delta import GatedDeltaConfig
+from jaxserve.core.runtime import startup
+from jaxserve.core.scheduler import StepPlan
 from jaxserve.sampling_params import OutputKind
 from jaxserve.structured_params import StructuredOutputsParams
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import make_llm
+from tests.e2e.helpers import MAX_MODEL_LEN, make_llm
 from tests.engine.test_grammars import Grammar
 from tests.examples import scale_examples
 
 CASE, VOCAB = "qwen3_next", 83
 ERROR = 2e-5
-PAGES = 14  # of 8 tokens: fewer than four rows need
+PAGES = 22  # of 8 tokens: fewer than four rows need
+SCALE = 0.5  # of the convolution of the first layer in new weights
 
 State = tuple[np.ndarray, np.ndarray]  # of the heads [N, A, B], and the last inputs of the convolution [W - 1, C]
 
@@ -35,7 +40,7 @@ State = tuple[np.ndarray, np.ndarray]  # of the heads [N, A, B], and the last in
 class Recurrence:
     """The first layer's state behind any text, token by token in float64, by the definition of the layer."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, scale: float) -> None:
         model, params = llm.ready.shapes.model, jax.device_get(llm.ready.runner.params)
         delta = model.layers[0].mixer
         assert isinstance(delta, GatedDeltaConfig)
@@ -48,7 +53,7 @@ class Recurrence:
         b, a = np.split((x @ wide["ba"]["weight"]).reshape(len(x), self.sizes.keys, -1), 2, axis=-1)
         self.beta = 1 / (1 + np.exp(-b.reshape(len(x), -1)))
         self.remains = np.exp(-np.exp(wide["decay"]) * np.logaddexp(0, a.reshape(len(x), -1) + wide["decay_bias"]))
-        self.weight = wide["conv"]
+        self.weight = wide["conv"] * scale
         start = np.zeros((delta.num_value_heads, delta.key_dim, delta.value_dim)), np.zeros_like(self.weight[1:])
         self.known: dict[tuple[int, ...], State] = {(): start}
 
@@ -79,58 +84,110 @@ class Farm(RuleBasedStateMachine):
     """An engine with fewer pages than its rows need."""
 
     llms: tuple[LLM, ...]
-    recurrence: Recurrence
-    preemptions = 0
+    recurrences: tuple[Recurrence, Recurrence]  # of the weights, and of those that they change to
+    weights: tuple[Any, Any]
+    preemptions = hits = resumed = 0
 
     @initialize(which=st.integers(0, 1))
     def start(self, which: int) -> None:
         self.llm = self.llms[which]
-        self.engine, self.count = self.llm.ready.engine, 0
-        self.forced: dict[int, list[int]] = {}
+        self.engine, self.count, self.version = self.llm.ready.engine, 0, 0
+        self.finished: list[list[int]] = []
 
     @rule(
-        length=st.integers(1, 70),
+        shared=st.sampled_from([0, 10, 64, 70, 130]),
+        length=st.integers(1, 30),
         seed=st.integers(0, 3),
-        count=st.integers(1, 25),
+        turn=st.one_of(st.none(), st.integers(0, 9)),
+        count=st.integers(1, 40),
         n=st.sampled_from([1, 1, 1, 2, 3]),
-        stop=st.lists(st.integers(3, VOCAB - 1), max_size=9),
+        stop=st.lists(st.integers(3, VOCAB - 1), max_size=3),
         forced=st.dictionaries(
             st.integers(1, 9), st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=6), max_size=2
         ),
         constrained=st.booleans(),
+        many=st.integers(1, 3),
     )
     def admit(
         self,
+        shared: int,
         length: int,
         seed: int,
+        turn: int | None,
         count: int,
         n: int,
         stop: list[int],
         forced: dict[int, list[int]],
         constrained: bool,
+        many: int,
     ) -> None:
-        prompt = np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+        begin = np.random.default_rng(shared // 64).integers(3, VOCAB, shared).tolist()
+        if turn is not None and self.finished:
+            begin = self.finished[turn % len(self.finished)]
+        prompts = [
+            [*begin, *np.random.default_rng(each).integers(3, VOCAB, length).tolist()][:150]
+            for each in range(seed, seed + many)
+        ]
         grammar: Any = Grammar(forced=forced, slow={2})
         grammar.automaton = None
         type(self.llm.ready.requests).grammars = SimpleNamespace(compile=lambda params: grammar)  # type: ignore[assignment]
         params = SamplingParams(
             temperature=1.0,
             seed=seed,
-            max_tokens=count,
+            max_tokens=min(count, MAX_MODEL_LEN - len(prompts[0])),
             n=n,
             stop_token_ids=stop,
             ignore_eos=True,
             output_kind=OutputKind.FINAL_ONLY,
             structured_outputs=StructuredOutputsParams(regex="x") if constrained else None,
         )
-        self.count += 1
-        self.engine.add_request(self.llm.ready.requests.make(prompt, params, request_id=str(self.count)))
+        for prompt in prompts:
+            self.count += 1
+            self.engine.add_request(self.llm.ready.requests.make(prompt, params, request_id=str(self.count)))
 
-    @rule(times=st.integers(1, 12))
+    @rule(times=st.integers(1, 25))
     def step(self, times: int) -> None:
         for _ in range(times):
-            self.engine.step()
+            self.run()
             self.check()
+
+    def run(self) -> None:
+        """One step; what is planned in it goes on from a snapshot, or not."""
+        runner, batch = self.llm.ready.runner, self.engine.scheduler.batch
+        start = type(runner).start
+
+        def watch(plan: StepPlan) -> Any:
+            loaded = {row for row, _ in plan.state_loads}
+            rows = {sequence.row: sequence for sequence in (*batch.decoding, *batch.prefilling)}
+            type(self).hits += len(loaded)
+            type(self).resumed += sum(row in rows and rows[row].num_preemptions > 0 for row in loaded)
+            return start(runner, plan)
+
+        runner.start = watch  # type: ignore[method-assign]
+        try:
+            for output in self.engine.step():
+                if output.finished and not output.error and output.outputs[0].token_ids:
+                    self.finished.append([*output.prompt_token_ids, *output.outputs[0].token_ids])
+        finally:
+            del runner.start  # type: ignore[method-assign]
+
+    @rule(weights=st.booleans())
+    def disturb(self, weights: bool) -> None:
+        """All states are lost: a step fails on the device, or weights change."""
+        if weights:
+            self.version = 1 - self.version
+            self.llm.update_weights(self.weights[self.version])
+            assert not self.engine.scheduler.pages.snapshots.num_cached
+            return
+        runner = self.llm.ready.runner
+
+        def fail(plan: StepPlan) -> Any:
+            raise RuntimeError("struck")
+
+        runner.start = fail  # type: ignore[method-assign]
+        self.engine.step()
+        del runner.start  # type: ignore[method-assign]
+        self.check()
 
     @rule(pick=st.integers(0, 9))
     def abort(self, pick: int) -> None:
@@ -138,32 +195,45 @@ class Farm(RuleBasedStateMachine):
 
     def check(self) -> None:
         (pool,) = self.llm.ready.runner.device.cache[1:]
-        states, inputs = np.asarray(pool["state"][0]), np.asarray(pool["inputs"][0])
+        self.states, self.inputs = np.asarray(pool["state"][0]), np.asarray(pool["inputs"][0])
         batch, pages = self.engine.scheduler.batch, self.engine.scheduler.pages
         for sequence in (*batch.decoding, *batch.prefilling):
             if sequence.num_computed_tokens > len(sequence.token_ids):
                 assert sequence.num_computed_tokens == sequence.max_num_tokens, "its last token is not known yet"
                 continue
-            heads, kept = self.recurrence.find(tuple(sequence.token_ids[: sequence.num_computed_tokens]))
             if sequence.num_computed_tokens:
-                np.testing.assert_allclose(states[sequence.row], heads, rtol=0, atol=ERROR)
-                by_head = kept.reshape(len(kept), self.recurrence.sizes.keys, -1).swapaxes(0, 1)
-                np.testing.assert_allclose(inputs[sequence.row], by_head.reshape(len(by_head), -1), rtol=0, atol=ERROR)
+                self.compare(sequence.row, sequence.token_ids[: sequence.num_computed_tokens])
+            for count, key in enumerate(sequence.pages.keys, 1):
+                if (slot := pages.snapshots._cached.get(key)) is not None:
+                    self.compare(self.llm.ready.shapes.state.padding_row + slot, sequence.token_ids[: 8 * count])
         pages.check()
+
+    def compare(self, slot: int, text: list[int]) -> None:
+        """The state in a slot is that behind a text."""
+        recurrence = self.recurrences[self.version]
+        heads, kept = recurrence.find(tuple(text))
+        np.testing.assert_allclose(self.states[slot], heads, rtol=0, atol=ERROR)
+        by_head = kept.reshape(len(kept), recurrence.sizes.keys, -1).swapaxes(0, 1)
+        np.testing.assert_allclose(self.inputs[slot], by_head.reshape(len(by_head), -1), rtol=0, atol=ERROR)
 
     def teardown(self) -> None:
         if hasattr(self, "llm"):
             self.engine.abort_all()
             while self.engine.has_unfinished:
                 self.engine.step()
+            self.llm.update_weights(self.weights[0])
             type(self).preemptions = sum(llm.ready.engine.scheduler.counts.num_preemptions for llm in self.llms)
 
 
 @pytest.mark.slow  # it compiles an engine, and each step is compared
 def test_each_state_is_that_of_the_tokens_of_its_row(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"num_kv_pages_override": PAGES, "page_size": 8}
+    monkeypatch.setattr(startup, "_SNAPSHOTS_OF_ROW", 1)
     Farm.llms = tuple(engines.get(make_llm, CASE, async_scheduling=overlap, **options) for overlap in (False, True))
-    Farm.recurrence = Recurrence(Farm.llms[0])
+    Farm.recurrences = Recurrence(Farm.llms[0], 1), Recurrence(Farm.llms[0], SCALE)
+    weights = jax.device_get(Farm.llms[0].ready.runner.params)
+    first, *others = weights["layers"]
+    Farm.weights = weights, weights | {"layers": [first | {"conv": first["conv"] * SCALE}, *others]}
     kept = type(Farm.llms[0].ready.requests)
     monkeypatch.setattr(kept, "grammars", None)  # and put back at the end
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
@@ -171,4 +241,5 @@ def test_each_state_is_that_of_the_tokens_of_its_row(engines: Engines, monkeypat
         max_examples=scale_examples(50), stateful_step_count=30, deadline=None, suppress_health_check=checks
     )
     run_state_machine_as_test(Farm, settings=limits)
-    assert Farm.preemptions > 0
+    print(f"{Farm.preemptions} preemptions, {Farm.hits} rows from snapshots, {Farm.resumed} of them after a preemption")
+    assert Farm.preemptions > 0 and Farm.hits > 0

@@ -55,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         drafts=st.sampled_from([None, *itertools.product(["right", "wrong", "random"], [1, 4], [False, True])]),
         lookahead=st.integers(0, 5),
         masks=st.sampled_from([None, None, 1, 2]),
+        snapshots=st.sampled_from([None, None, (0, 32), (1, 32), (3, 64), (40, 32)]),  # slots and grid, with states
         host=st.sampled_from([(0, 0), (1, 1), (4, 2), (60, 1), (60, 8)]),
         policies=st.fixed_dictionaries(
             {"scheduling_policy": st.sampled_from(["fcfs", "fair"])},
@@ -84,11 +85,15 @@ class EngineMachine(RuleBasedStateMachine):
         drafts: tuple[str, int, bool] | None,
         lookahead: int,
         masks: int | None,
+        snapshots: tuple[int, int] | None,
         host: tuple[int, int],
         policies: dict[str, Any],
     ) -> None:
         num_pages = 2 + tokens_of_pool // page_size
         groups = [PageGroup(num_pages)]
+        num_snapshots, grid = snapshots or (0, 32)
+        if snapshots is not None:
+            drafts, masks, host, caching = None, None, (0, 0), caching and num_snapshots > 0
         if window is not None:
             groups.append(PageGroup(max(2, num_pages // 2), window))
         self.windows = [group.window for group in groups]
@@ -100,6 +105,8 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             num_host_slots=host[0],
             max_copies=host[1],
+            num_snapshots=num_snapshots,
+            hit_grid=grid,
         )
         if policies.keys() & {"max_decode_steps", "deterministic"}:
             drafts = masks = None
@@ -118,9 +125,13 @@ class EngineMachine(RuleBasedStateMachine):
             has_draft_passes=costs,
             fixed_drafts=((1, 2, most), (3, rows, most // 2)) if lookahead % 2 else None,
             num_lookahead_tokens=lookahead if drafts is not None and costs else 0,
+            keeps_states=snapshots is not None,
+            chunk_edges=(64, 32) if snapshots is not None and "deterministic" not in policies else (32,),
+            snapshot_grid=grid if num_snapshots else 0,
             options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], **policies),
         )
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
+        self.device.keeps_states = snapshots is not None
         lengths = random.Random(longest_run)
         self.device.draw_length = lambda width: lengths.randint(1, longest_run)
         if drafts is not None:
@@ -352,6 +363,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.check_output(request, self.finished[request_id])
         for g, pool in enumerate(self.pages.pools):
             assert pool.num_referenced == len(self.pages.host.list_loading(g)), "a load outlives the request it is for"
+        assert not self.pages.snapshots.num_pending, "a slot outlives the sequence it is for"
         assert self.engine.scheduler.waiting.num_new == self.engine.scheduler.waiting.num_new_tokens == 0
         self.pages.check()
         if not self.device.plans:

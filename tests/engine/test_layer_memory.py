@@ -83,12 +83,12 @@ def test_a_hybrid_answers_as_if_each_text_were_whole(
     assert len({tuple(output.outputs[0].token_ids) for output in done.values()}) == len(PROMPTS)
 
 
-def test_nothing_is_shared_where_a_prefix_has_no_state(
+def test_nothing_is_shared_where_texts_are_shorter_than_the_grid_of_snapshots(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         llm = make_toy(monkeypatch, tmp_path, HYBRID)
-    assert "prefix caching is off: toy keeps a recurrent state" in caplog.text
+    assert "prefix caching is off: snapshots of the recurrent state lie 64 tokens apart" in caplog.text
     prompt = make_ids(40, 5)
     expected = continue_alone(get_params(llm), HYBRID, prompt, 6)
     for n in (1, 1, 2):  # the same again, then siblings
@@ -211,7 +211,10 @@ def test_an_embedding_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyP
             "keeps a recurrent state",
         ),
         (HYBRID, {"kv_offloading_size": 0.01}, "kv_offloading_size", "keeps a recurrent state"),
-        (HYBRID, {"enable_prefix_caching": True}, "enable_prefix_caching", "keeps a recurrent state"),
+        (HYBRID, {"enable_prefix_caching": True}, "enable_prefix_caching", "64 tokens apart, and max_model_len=60"),
+        (HYBRID, {"mamba_block_size": 96}, "mamba_block_size", "multiple of 64.*: 64, 128 or 192"),
+        (HYBRID, {"mamba_block_size": 64, "enable_prefix_caching": False}, "mamba_block_size", "leave it out"),
+        (("attention",), {"mamba_block_size": 64}, "mamba_block_size", "no recurrent state"),
         (HYBRID, {"deterministic": True}, "deterministic", "keeps a recurrent state"),
         (ENCODER, {"enable_prefix_caching": True}, "enable_prefix_caching", "computes each text whole"),
         (("attention",), {"mamba_ssm_cache_dtype": "bfloat16"}, "mamba_ssm_cache_dtype", "no recurrent state"),

@@ -70,7 +70,7 @@ def test_vectors_equal_the_reference_and_no_neighbour_changes_a_bit(name: str) -
         for beside in ([text], [texts[-1], text, text]):
             again = embed(llm, beside)[-1]
             np.testing.assert_allclose(again, vector, rtol=0, atol=1e-6)
-            is_one_program = sum(map(len, beside)) > ROWS and not llm.ready.shapes.model.shares_prefixes
+            is_one_program = sum(map(len, beside)) > ROWS and llm.ready.shapes.model.reads_whole
             assert not is_one_program or np.array_equal(again, vector)
     with pytest.raises(InvalidRequestError, match="tasks are embed, score, not generate"):
         llm.generate({"prompt_token_ids": texts[0]}, SamplingParams(max_tokens=1))

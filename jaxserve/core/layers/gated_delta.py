@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxserve.core.layers.activations import ACTIVATIONS
 from jaxserve.core.layers.context import LayerContext, StateSlots
 from jaxserve.core.layers.convolution import convolve
-from jaxserve.core.layers.delta_rule import HeadSizes, RuleInputs, apply_rule
+from jaxserve.core.layers.delta_rule import TILE, HeadSizes, RuleInputs, apply_rule
 from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.memory import RecurrentState, StateArray
 from jaxserve.core.layers.norm import NormConfig, normalize_plainly
@@ -75,7 +75,8 @@ class GatedDeltaConfig:
             ("kv_heads", None),
         )
         shape = (self.num_value_heads, self.key_dim, self.value_dim)
-        return RecurrentState((inputs, StateArray(_STATE, shape, self.state_dtype, ("heads", None, None))))
+        state = StateArray(_STATE, shape, self.state_dtype, ("heads", None, None))
+        return RecurrentState((inputs, state), edge=TILE)
 
     @property
     def num_activations(self) -> int:

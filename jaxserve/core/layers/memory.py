@@ -40,14 +40,16 @@ class StateArray:
 class RecurrentState:
     """A state of fixed size for each row, which every step replaces (recurrent.py reads and writes it).
 
-    It is that after the row's last token. No earlier one is kept, so none can be shared or taken back.
+    It is that after the row's last token and cannot be taken back; snapshots keep earlier ones. A text that is cut at
+    multiples of `edge` tokens has the bits of the whole.
     """
 
     arrays: tuple[StateArray, ...]
+    edge: int = 64
 
     def with_dtype(self, dtype: str) -> RecurrentState:
         """Returns the state of a model of this dtype."""
-        return RecurrentState(tuple(replace(array, dtype=array.dtype or dtype) for array in self.arrays))
+        return replace(self, arrays=tuple(replace(array, dtype=array.dtype or dtype) for array in self.arrays))
 
 
 @dataclass(frozen=True)

@@ -214,9 +214,9 @@ class DecoderConfig:
         return tuple(Counter(memory for memory in self.memories if isinstance(memory, RecurrentState)).items())
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether texts that begin alike may share what layers keep."""
-        return not self.reads_whole and not self.states
+    def state_edge(self) -> int:
+        """Tokens; a text that is cut at multiples of them leaves every recurrent state the bits of the whole."""
+        return math.lcm(*(state.edge for state, _ in self.states))
 
     @property
     def causal(self) -> bool:

@@ -50,6 +50,11 @@ class CacheLayout:
         """Pools of the model."""
         return 1 + max(pool for pool in (*self.pools, *self.state_pools) if pool is not None)
 
+    @property
+    def num_page_pools(self) -> int:
+        """Those of pages, which come first."""
+        return 1 + max(self.pools)
+
     def find_pool(self, layer: int) -> int | None:
         """Returns the index of a layer's pool; None if it keeps nothing."""
         group = self.groups[layer]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 
 from jaxserve.core.pages.host_tier import FailedCopies, HostTier, PageCopy
 from jaxserve.core.pages.pool import NULL_PAGE, PagePool
 from jaxserve.core.pages.prefix import extend_keys
+from jaxserve.core.pages.states import SequenceStates, Snapshots
 
 CHUNK_EDGE = 32  # tokens; chunks start at its multiples, so kernels never read-modify-write a tile
 
@@ -48,6 +49,7 @@ class SequencePages:
     on_host: list[tuple[int, int]] = field(default_factory=list)  # (group, index) of the prefix's pages to be loaded
     awaited_load: int = 0  # number of the last load that it waits for
     num_loaded_tokens: int = 0  # of the prefix; they came from the host for this sequence or while it waited
+    states: SequenceStates = field(default_factory=SequenceStates)  # of models with recurrent states
 
 
 class PageManager:
@@ -58,6 +60,8 @@ class PageManager:
     Args:
         num_host_slots: pages of each group that the host tier holds; 0: no tier.
         max_copies: see `HostTier`.
+        num_snapshots: slots for recurrent states, of which a cached prefix then needs one; 0: the model has none.
+        hit_grid: tokens; cached prefixes end at its multiples.
     """
 
     def __init__(
@@ -69,15 +73,18 @@ class PageManager:
         enable_prefix_caching: bool,
         num_host_slots: int = 0,
         max_copies: int = 0,
+        num_snapshots: int = 0,
+        hit_grid: int = CHUNK_EDGE,
     ) -> None:
         self.page_size = page_size
         self.groups = tuple(groups)
         self.pools = tuple(PagePool(group.num_pages) for group in groups)
         self.host = HostTier(len(self.groups), num_slots=num_host_slots, max_copies=max_copies)
+        self.snapshots = Snapshots(num_snapshots)
         self._max_chunk = max_chunk
         self._has_windows = any(group.window is not None for group in self.groups)
         self.enable_prefix_caching = enable_prefix_caching
-        self._hit_grid = math.lcm(page_size, CHUNK_EDGE) // page_size  # pages
+        self._hit_grid = math.lcm(page_size, hit_grid) // page_size  # pages
 
     def new_sequence(self, salt: str, *, cache: bool | None = None, num_sharable: int = 2**62) -> SequencePages:
         """Returns the empty page list of a new sequence.
@@ -104,8 +111,8 @@ class PageManager:
     def attach_prefix(self, pages: SequencePages, token_ids: TokenIds[int]) -> int:
         """Shares the longest cached prefix with a sequence that holds nothing; returns its length in tokens.
 
-        At least one token is left to compute, and every group has all pages visible to the next query. Pages that only
-        the host has are null entries: if `load_prefix` finds any, it undoes this.
+        At least one token is left to compute. Every group has all pages visible to the next query, and recurrent states
+        a snapshot. Pages that only the host has are null entries: if `load_prefix` finds any, it undoes this.
         """
         num_pages = self._match(pages, token_ids) if pages.is_cached else 0
         for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
@@ -212,6 +219,8 @@ class PageManager:
                     self.pools[g].publish(entries[index], key)
                     self.host.pools[g].mark_spare(key)
         pages.num_published = max(pages.num_published, num_full)
+        if pages.states.pending:
+            self.snapshots.publish(pages.states, pages.keys, num_full * self.page_size, self.page_size)
 
     def release(self, pages: SequencePages) -> None:
         """Releases all pages, the last first, so that the tail of a shared prefix is evicted before its head."""
@@ -220,6 +229,7 @@ class PageManager:
             entries.clear()
             pages.num_trimmed[g] = 0
         pages.on_host.clear()
+        self.snapshots.release(pages.states)
         pages.num_reserved_tokens = 0
         pages.num_published = 0
 
@@ -228,6 +238,7 @@ class PageManager:
         for pool in self.pools:
             pool.drop_index()
         self.host.drop_index()
+        self.snapshots.drop_index()
 
     def abandon_copies(self) -> None:
         """Empties the prefix index of both tiers, and ends the copies of steps that will never be committed."""
@@ -236,10 +247,11 @@ class PageManager:
         self.drop_prefix_index()
 
     def check(self) -> None:
-        """Raises AssertionError when an invariant of a pool or of the host tier does not hold."""
+        """Raises AssertionError when an invariant of a pool, of the host tier or of snapshots does not hold."""
         for pool in self.pools:
             pool.check()
         self.host.check()
+        self.snapshots.check()
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -265,9 +277,16 @@ class PageManager:
         extend_keys(pages.keys, token_ids, page_size=self.page_size, num_pages=num_pages, salt=pages.salt)
 
     def _match(self, pages: SequencePages, token_ids: TokenIds[int]) -> int:
-        """Returns the length in pages, on the hit grid, of the longest prefix usable by every group.
+        """Returns the length in pages of the longest usable prefix, and notes the snapshot at its end."""
+        matches = self._list_matches(pages, token_ids)
+        if not self.snapshots.num_slots:
+            return next(matches, 0)
+        return self.snapshots.attach(pages.states, pages.keys, matches, self.page_size)
 
-        A group can use it if the pages visible to the next query are cached.
+    def _list_matches(self, pages: SequencePages, token_ids: TokenIds[int]) -> Iterator[int]:
+        """Yields the lengths in pages, on the hit grid, of prefixes whose pages every group has, the longest first.
+
+        A group has them if the pages visible to the next query are cached.
         """
         limit = max(0, min(len(token_ids) - 1, pages.num_sharable)) // self.page_size
         self._extend_keys(pages, token_ids, limit)
@@ -282,5 +301,4 @@ class PageManager:
                 run[num_pages] >= num_pages - self._first_visible_page(group, num_pages * self.page_size)
                 for run, group in zip(runs, self.groups, strict=True)
             ):
-                return num_pages
-        return 0
+                yield num_pages

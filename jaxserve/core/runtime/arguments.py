@@ -68,8 +68,8 @@ def make_compiler(
         jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=pool_sharding)
         for shape, (spec, _) in zip(plan.pool_shapes, plan.pools, strict=True)
     ]
-    states = describe_states(shapes, mesh)
-    of_pages = plan.layout.num_pools - len(states)
+    states = describe_states(shapes, plan, mesh)
+    of_pages = plan.layout.num_page_pools
     inputs = ProgramInputs(
         params=abstract_params(param_specs(shapes.model), shapes, mesh),
         cache=(*pools[:of_pages], *states, *pools[of_pages:]),
@@ -102,12 +102,12 @@ def describe_rows(shapes: Shapes, sharding: Sharding | None) -> RowState:
     return row_state_specs(shapes.state, sharding, columns)
 
 
-def describe_states(sizes: Sizes, mesh: Mesh) -> list[dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the abstract values of the pools of recurrent states: [L, R, ...] by name, R without the padding row."""
+def describe_states(sizes: Sizes, plan: CachePlan, mesh: Mesh) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """Returns the abstract values of the pools of recurrent states: [L, slots, ...] by name, of rows and snapshots."""
     return [
         {
             array.name: jax.ShapeDtypeStruct(
-                (num_layers, sizes.state.padding_row, *array.shape),
+                (num_layers, sizes.state.padding_row + plan.num_snapshots, *array.shape),
                 jnp.dtype(array.dtype),
                 sharding=DEFAULT_RULES.sharding(mesh, (None, None, *array.axes)),
             )

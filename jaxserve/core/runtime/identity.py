@@ -87,6 +87,7 @@ def describe_engine(shapes: Shapes, plan: CachePlan, mesh: Mesh, all_params: Any
         "buckets": [str(bucket) for bucket in shapes.buckets.buckets],
         "state": dataclasses.asdict(shapes.state),
         "num_pages": list(plan.num_pages),
+        "num_snapshots": plan.num_snapshots,
         "options": list_chosen_options(shapes.config),
     }
 

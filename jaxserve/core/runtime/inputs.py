@@ -32,6 +32,7 @@ class StateShape:
     pages_per_row: int  # M
     max_page_updates: int  # U, page-table entries that one step can set
     max_drafts: int = 0  # K, of a row; 0: no step verifies any
+    max_state_copies: int = 0  # C, between rows and snapshots of recurrent states; 0: there are no snapshots
 
     @property
     def padding_row(self) -> int:
@@ -50,6 +51,9 @@ class StepInputs(NamedTuple):
     continues: Any  # [S] 1 where a chunk is not the first step of its row
     page_entries: Any  # [U] flat indices into the page tables [G, R, M]
     page_ids: Any  # [U]
+    copy_sources: Any  # [C] slots of recurrent states
+    copy_targets: Any  # [C]
+    copy_ends: Any  # [2] of the copies before the forward pass, and of all; [0] if C is 0
     sampling: Any  # [S, NUM_SAMPLING_FIELDS] bits, see rows.py
 
 
@@ -68,6 +72,9 @@ class InputLayout:
             continues=rows,
             page_entries=updates,
             page_ids=updates,
+            copy_sources=state.max_state_copies,
+            copy_targets=state.max_state_copies,
+            copy_ends=2 if state.max_state_copies else 0,
             sampling=rows * NUM_SAMPLING_FIELDS,
         )
         self.bucket, self.state = bucket, state
@@ -99,6 +106,17 @@ class InputLayout:
         added.flags.writeable = False
         return added
 
+    def add_states(self, packed: np.ndarray, plan: StepPlan) -> np.ndarray:
+        """Returns a copy of a packed array that also has the plan's copies of recurrent states."""
+        added, first = packed.copy(), self.state.padding_row  # of the slots of snapshots
+        views = self.views(added)
+        copies = [(first + slot, row) for row, slot in plan.state_loads]
+        copies += [(row, first + slot) for row, slot in plan.state_saves]
+        views.copy_sources[: len(copies)], views.copy_targets[: len(copies)] = zip(*copies, strict=True)
+        views.copy_ends[:] = len(plan.state_loads), len(copies)
+        added.flags.writeable = False
+        return added
+
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
@@ -122,9 +140,10 @@ class StepPacker:
             self._mirror.apply(plan.new_rows)
             self._kept = None
         step = _pack_rows(plan, layout, self._mirror) if plan.chunks else self._pack_decodes(plan, layout)
-        if not plan.page_updates:
-            return step
-        return PackedStep(layout.add_pages(step.inputs, plan.page_updates), step.variant, step.wants_logprobs)
+        inputs = layout.add_pages(step.inputs, plan.page_updates) if plan.page_updates else step.inputs
+        if plan.state_loads or plan.state_saves:
+            inputs = layout.add_states(inputs, plan)
+        return step if inputs is step.inputs else PackedStep(inputs, step.variant, step.wants_logprobs)
 
     def _pack_decodes(self, plan: StepPlan, layout: InputLayout) -> PackedStep:
         key = layout, plan.decode_rows

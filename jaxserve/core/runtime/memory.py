@@ -96,6 +96,8 @@ class CachePlan:
     layout: CacheLayout
     num_devices: int
     attached: tuple[AttachedPages, ...] = ()
+    num_snapshots: int = 0  # of recurrent states
+    snapshot_bytes: int = 0  # of one, on each device
 
     @property
     def pools(self) -> tuple[tuple[KVSpec, int], ...]:
@@ -115,7 +117,9 @@ class CachePlan:
 
     @property
     def bytes_per_device(self) -> int:
-        return sum(pages * page_bytes(spec) // self.num_devices for spec, pages in self.pools)
+        """Bytes of pages and snapshots."""
+        pages = sum(pages * page_bytes(spec) // self.num_devices for spec, pages in self.pools)
+        return pages + self.num_snapshots * self.snapshot_bytes
 
     def count_sequences(self, config: DecoderConfig, max_chunk: int) -> int:
         """Returns how many sequences of `max_model_len` tokens have room at once."""
@@ -147,8 +151,14 @@ def plan_cache(
     override: int | None = None,
     num_pages: Sequence[int] | None = None,
     attached: tuple[AttachedPages, ...] = (),
+    snapshot_bytes: int = 0,
+    max_snapshots: int = 0,
+    num_snapshots: int | None = None,
 ) -> CachePlan:
     """Divides `budget` bytes per device among the KV groups, so that each holds the same number of full sequences.
+
+    Snapshots of recurrent states come first: as many as are wanted, but for half of the budget at most, and none that
+    pages of one sequence would lack.
 
     Args:
         specs: pages of each group, for the whole model.
@@ -156,19 +166,24 @@ def plan_cache(
         override: pages of the group that needs most, whatever the budget; windowed groups hold at least one sequence.
         num_pages: pages of each group, whatever the other arguments.
         attached: the pages of features, of which the pools hold as many.
+        snapshot_bytes: of one, on each device.
+        max_snapshots: those that are wanted.
+        num_snapshots: as many, whatever the budget.
 
     Raises:
         CapacityError: no sequence of `config.max_model_len` tokens fits; says which length would.
     """
     needs, page_costs = _count_needs(config, specs, max_chunk, num_devices, attached)
     sequence_cost = sum(need * cost for need, cost in zip(needs, page_costs, strict=True))
-    if num_pages is not None:
-        counts = list(num_pages)
-    elif override is not None:
-        shares = [max(2, round(override * need / max(needs))) for need in needs]
-        groups = zip(config.kv_groups, needs, shares, strict=True)  # a windowed sequence never needs more than `need`
-        counts = [share if group.window is None else max(share, need + 1) for group, need, share in groups]
-    else:
+    counts = None if num_pages is None else list(num_pages)
+    if counts is None and override is not None:
+        counts = _share_pages(config, needs, override)
+    if num_snapshots is None:
+        least = [need + 1 for need in needs] if counts is None else counts
+        left = budget - sum(count * cost for count, cost in zip(least, page_costs, strict=True))
+        num_snapshots = _count_snapshots(min(left, budget // 2), snapshot_bytes, max_snapshots)
+    if counts is None:
+        budget -= num_snapshots * snapshot_bytes
         sequences = (budget - sum(page_costs)) / sequence_cost  # less one null page per group
         if sequences < 1:
             raise CapacityError(
@@ -179,7 +194,19 @@ def plan_cache(
         counts = [max(need, _round_down(int(need * sequences))) + 1 for need in needs]
     layout = _lay_out(specs, counts, config.layer_groups, config.page_owners)
     layout = _place_states(layout, config.memories) if config.states else layout
-    return CachePlan(tuple(specs), tuple(counts), layout, num_devices, attached)
+    return CachePlan(tuple(specs), tuple(counts), layout, num_devices, attached, num_snapshots, snapshot_bytes)
+
+
+def _share_pages(config: DecoderConfig, needs: Sequence[int], override: int) -> list[int]:
+    """Returns the pages of each KV group where that which needs most has `override`."""
+    shares = [max(2, round(override * need / max(needs))) for need in needs]
+    groups = zip(config.kv_groups, needs, shares, strict=True)  # a windowed sequence never needs more than `need`
+    return [share if group.window is None else max(share, need + 1) for group, need, share in groups]
+
+
+def _count_snapshots(budget: int, each: int, most: int) -> int:
+    """Returns how many snapshots of `each` bytes fit a budget, `most` at most."""
+    return min(most, _round_down(max(0, budget) // each)) if most else 0
 
 
 def sequence_bytes(

@@ -15,11 +15,16 @@ type ProgramKey = tuple[str, Any]  # (kind, key), as `Programs.get` takes them
 
 
 class StoredPrograms(Protocol):
-    """Programs of an engine that were compiled before, and the KV pages that they are for."""
+    """Programs of an engine that were compiled before, and the KV pages and snapshots that they are for."""
 
     @property
     def num_pages(self) -> tuple[int, ...]:
         """The pages of each KV group."""
+        ...
+
+    @property
+    def num_snapshots(self) -> int:
+        """Those of recurrent states."""
         ...
 
     @property

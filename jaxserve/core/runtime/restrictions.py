@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import CacheOptions, EngineConfig
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+_PAGE_SIZES = (8, 16, 32, 64, 128, 256)  # to suggest
 
 
 def restrict_options(config: EngineConfig, model: DecoderConfig, platform: str) -> EngineConfig:
     """Returns the resolved options as they hold for a model on a platform.
 
-    Where prefixes cannot be shared there is no prefix cache. Where texts are computed whole, a step has room for the
-    longest one unless `max_num_batched_tokens` says otherwise.
+    Where texts are computed whole, nothing can share a prefix, and a step has room for the longest text unless
+    `max_num_batched_tokens` says otherwise. Where layers keep recurrent states, prefixes are shared if snapshots of
+    them fit a text.
 
     Raises:
         ConfigError: an option means nothing for the model, or the longest text does not fit a step as it must.
@@ -26,18 +29,69 @@ def restrict_options(config: EngineConfig, model: DecoderConfig, platform: str) 
         raise ConfigError(message, field="model")
     if model.reads_whole:
         config = _make_room(config, model, platform)
-    if not (model.shares_prefixes and model.generates):
+    if model.reads_whole or model.states or not model.generates:
         config = _refuse_options(config, model)
-    return config.resolve(platform)
+    resolved = config.resolve(platform)
+    if model.states:
+        return _settle_snapshots(resolved, model, config.cache)
+    if config.cache.mamba_block_size is not None:
+        message = f"{model.family} keeps no recurrent state; leave it out"
+        raise ConfigError(message, field="mamba_block_size", value=config.cache.mamba_block_size)
+    return resolved
+
+
+def find_snapshot_grid(config: EngineConfig, model: DecoderConfig) -> int:
+    """Returns the tokens between snapshots of recurrent states, by resolved options; 0: none are taken."""
+    cache = config.cache
+    if not model.states or not cache.enable_prefix_caching:
+        return 0
+    assert cache.page_size is not None
+    return cache.mamba_block_size or math.lcm(cache.page_size, model.state_edge)
+
+
+def _settle_snapshots(config: EngineConfig, model: DecoderConfig, given: CacheOptions) -> EngineConfig:
+    """Returns resolved options, without a prefix cache where it has no snapshots; ConfigError if `given` asks for it."""
+    cache, edge, longest = config.cache, model.state_edge, model.max_model_len
+    if cache.mamba_block_size is not None and (not cache.enable_prefix_caching or cache.mamba_cache_mode == "none"):
+        message = "is the distance of snapshots, and without a prefix cache there are none; leave it out"
+        raise ConfigError(message, field="mamba_block_size", value=cache.mamba_block_size)
+    if not cache.enable_prefix_caching:
+        return config
+    assert cache.page_size is not None
+    least, block = math.lcm(cache.page_size, edge), find_snapshot_grid(config, model)
+    if block % least:
+        sizes = f"{least}, {2 * least} or {3 * least}"
+        message = f"must be a multiple of {least}, of pages and of the tiles of states; sizes that work: {sizes}"
+        raise ConfigError(message, field="mamba_block_size", value=block)
+    reason = None
+    if cache.mamba_cache_mode == "none":
+        reason = "a cached prefix needs a snapshot of the recurrent state, and mamba_cache_mode='none' keeps none"
+    elif edge > longest:
+        reason = f"snapshots of the recurrent state lie {edge} tokens apart, and max_model_len={longest}"
+    elif block > longest:
+        field = "page_size" if cache.mamba_block_size is None else "mamba_block_size"
+        fits = [size for size in _PAGE_SIZES if math.lcm(size, edge) <= longest]
+        sizes = f"sizes that do: {fits}" if field == "page_size" else f"at most {longest // least * least} does"
+        reason = f"puts snapshots of the recurrent state {block} tokens apart, and max_model_len={longest}; {sizes}"
+        if getattr(given, field) is not None:
+            raise ConfigError(reason, field=field, value=block)
+        reason = f"{field}={cache.page_size} {reason}"
+    if reason is None:
+        return config
+    if given.enable_prefix_caching:
+        raise ConfigError(reason, field="enable_prefix_caching", value=True)
+    _log.info("prefix caching is off: %s", reason)
+    return replace(config, cache=replace(cache, enable_prefix_caching=False))
 
 
 def _refuse_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
-    """Returns the options of a model that cannot have some of them, without a prefix cache if it shares no prefixes."""
+    """Returns the options of a model that cannot have some of them, without a prefix cache if it reads texts whole."""
     reason = "generates no text"
     given: list[tuple[str, object, object]] = [("speculative_config", config.speculation.speculative_config, None)]
-    if not model.shares_prefixes:
+    if model.reads_whole or model.states:
         reason = "computes each text whole, in one step" if model.reads_whole else "keeps a recurrent state"
         given.append(("kv_offloading_size", config.cache.kv_offloading_size, None))
+    if model.reads_whole:
         given.append(("enable_prefix_caching", config.cache.enable_prefix_caching or False, False))
     if not model.generates:
         given.append(("max_decode_steps", config.scheduler.max_decode_steps, 1))
@@ -48,7 +102,7 @@ def _refuse_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
     for field, value, unset in given:
         if value != unset:
             raise ConfigError(f"is not for {model.family}, which {reason}; leave it out", field=field, value=value)
-    if model.shares_prefixes:
+    if not model.reads_whole:
         return config
     _log.info("prefix caching is off: %s %s", model.family, reason)
     return replace(config, cache=replace(config.cache, enable_prefix_caching=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxserve.core.pages.manager import CHUNK_EDGE
 from jaxserve.core.runtime.feature import StepFeature
 from jaxserve.core.runtime.memory import AttachedPages
 from jaxserve.core.runtime.sizes import Sizes
@@ -30,8 +31,9 @@ class Shapes(Sizes):
 
     @property
     def page_options(self) -> dict[str, int]:
-        """The arguments of `PageManager` that features set."""
-        return {name: value for feature in self.features for name, value in feature.page_options(self).items()}
+        """The arguments of `PageManager` that features and the model set."""
+        options = {name: value for feature in self.features for name, value in feature.page_options(self).items()}
+        return options | {"hit_grid": self.snapshot_grid or CHUNK_EDGE}
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -57,5 +59,7 @@ class Shapes(Sizes):
             reads_whole=self.model.reads_whole,
             generates=self.generates,
             keeps_states=bool(self.model.states),
+            chunk_edges=self.chunk_edges,
+            snapshot_grid=self.snapshot_grid,
             options=scheduler,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -9,11 +10,12 @@ from typing import Self
 from jaxserve.config import EngineConfig
 from jaxserve.core.layers.stack import StackMode
 from jaxserve.core.models.base import DecoderConfig
+from jaxserve.core.pages.manager import CHUNK_EDGE
 from jaxserve.core.runtime.buckets import BucketTable, choose_verify_sizes, make_buckets
 from jaxserve.core.runtime.experts import ExpertChoice, choose_experts
 from jaxserve.core.runtime.inputs import StateShape
 from jaxserve.core.runtime.products import choose_products
-from jaxserve.core.runtime.restrictions import restrict_options
+from jaxserve.core.runtime.restrictions import find_snapshot_grid, restrict_options
 from jaxserve.core.runtime.rows import SampleVariant, list_variants
 from jaxserve.core.sampling.drafts import count_reach
 from jaxserve.errors import ConfigError
@@ -60,6 +62,17 @@ class Sizes:
     def with_impl(self, impl: str, reason: str) -> Self:
         """Returns the sizes with another attention implementation, and pages in the layout that it wants."""
         return replace(self, impl=impl, impl_reason=reason, specs=choose_layouts(impl, self.specs, self.platform))
+
+    @property
+    def chunk_edges(self) -> tuple[int, ...]:
+        """See `SchedulerLimits`. Where bits count, every cut must leave those of the whole text."""
+        edge = math.lcm(CHUNK_EDGE, self.model.state_edge)
+        return (edge,) if edge == CHUNK_EDGE or self.config.scheduler.deterministic else (edge, CHUNK_EDGE)
+
+    @property
+    def snapshot_grid(self) -> int:
+        """Tokens; snapshots of recurrent states lie at their multiples. 0: there are none."""
+        return find_snapshot_grid(self.config, self.model)
 
     @property
     def generates(self) -> bool:
@@ -153,6 +166,7 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
         pages_per_row=pages_per_row,
         max_page_updates=groups * (new_pages + pages_per_row),  # and for admitted prefixes
         max_drafts=max_drafts,
+        max_state_copies=2 * rows if find_snapshot_grid(config, model) else 0,  # each row from one and to one
     )
     obstacle = find_table_obstacle(impl, rows, pages_per_row)
     if obstacle is not None:

@@ -47,14 +47,18 @@ from jaxserve.families.registry import param_specs
 
 _PROBE_PAGES = 8  # in the pool with which programs are measured before the real one is sized
 _CODE_PER_PROGRAM = 8 * 2**20  # bytes, for estimates
+_SNAPSHOTS_OF_ROW = 4  # that are wanted: two of the row's own text, as many of texts that may go on
 _RESERVE = 512 * 2**20  # bytes an accelerator takes for modules and command buffers at first execution
 
 
-def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None = None) -> CachePlan:
+def plan_pools(
+    shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None = None, num_snapshots: int | None = None
+) -> CachePlan:
     """Returns the KV pools for `budget` bytes per device, or for the bytes or pages that the options fix.
 
     Args:
         num_pages: pages of each KV group, whatever the budget and the options.
+        num_snapshots: the same of snapshots.
 
     Raises:
         CapacityError: no sequence of `max_model_len` tokens fits; pages fixed by an option may be fewer, except with
@@ -72,6 +76,9 @@ def plan_pools(shapes: Shapes, *, budget: int, num_pages: Sequence[int] | None =
         override=cache.num_kv_pages_override,
         num_pages=num_pages,
         attached=shapes.attached_pages,
+        snapshot_bytes=_count_state_bytes(shapes),
+        max_snapshots=_SNAPSHOTS_OF_ROW * shapes.state.padding_row if shapes.snapshot_grid else 0,
+        num_snapshots=num_snapshots,
     )
     if scheduler.deterministic:
         plan.require_whole(shapes.model, scheduler.max_num_batched_tokens)
@@ -179,7 +186,7 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
         state=state.rows * line + kept + 2 * (packed + selected),
         buffers=sum(each.buffer_bytes(shapes) for each in shapes.features),
         reserve=_RESERVE,
-        recurrent=_count_state_bytes(shapes),
+        recurrent=state.padding_row * _count_state_bytes(shapes),
         rows=state.padding_row,
         sequence=sequence_bytes(
             shapes.model,
@@ -192,13 +199,13 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
 
 
 def _count_state_bytes(shapes: Shapes) -> int:
-    """Returns the bytes of recurrent states on each device."""
+    """Returns the bytes of a row's recurrent states on each device."""
     total = 0
     for state, num_layers in shapes.model.states:
         for array in state.arrays:
             size = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
             is_shared = any(axis is not None for axis in DEFAULT_RULES.spec(array.axes))
-            total += num_layers * shapes.state.padding_row * size // (shapes.num_devices if is_shared else 1)
+            total += num_layers * size // (shapes.num_devices if is_shared else 1)
     return total
 
 
@@ -239,6 +246,7 @@ def start_runner(
     only_largest: bool = False,
     announce: Callable[[str], None] = lambda text: None,
     num_pages: Sequence[int] | None = None,
+    num_snapshots: int | None = None,
     nodes: Nodes = ONE_NODE,
     stored: StoredPrograms | None = None,
 ) -> tuple[ModelRunner, CachePlan]:
@@ -252,6 +260,7 @@ def start_runner(
         only_largest: leave all programs but those of the largest buckets, which hold any step, to `compile_rest`.
         announce: told of each later compilation that takes noticeable time.
         num_pages: pages of each KV group; no memory is planned then.
+        num_snapshots: of recurrent states, likewise.
         nodes: those that run this engine together; the least budget of theirs is planned.
         stored: has the programs, and the pages that they are for; none is compiled then.
 
@@ -262,8 +271,8 @@ def start_runner(
     is_replay = num_pages is not None  # which need not be fast
     budget = nodes.take_least("bytes of KV pools", _find_budget(shapes, mesh, stored)) if not is_replay else 0
     if stored is not None:
-        num_pages = stored.num_pages
-    plan = plan_pools(shapes, budget=budget, num_pages=num_pages)
+        num_pages, num_snapshots = stored.num_pages, stored.num_snapshots
+    plan = plan_pools(shapes, budget=budget, num_pages=num_pages, num_snapshots=num_snapshots)
     if stored is not None:
         _require_budget(plan, budget)
     compiler = make_compiler(shapes, plan, mesh)
@@ -316,10 +325,11 @@ def _make_runner(
 def _find_budget(shapes: Shapes, mesh: Mesh, stored: StoredPrograms | None) -> int:
     """Returns the bytes per device for KV pools, by what the compiled programs take.
 
-    Where the pools' size is given, nothing is measured and it is 0; with stored programs it is what the pools must fit.
+    Where the pools' size is given, nothing is measured and it is 0, unless snapshots of recurrent states take what is
+    left; with stored programs it is what the pools must fit.
     """
     limit, use, cache = device_memory_bytes(mesh.local_devices[0]), None, shapes.config.cache
-    if stored is None and cache.fixes_pages:
+    if stored is None and cache.fixes_pages and not shapes.snapshot_grid:
         return 0
     if limit is not None:
         use = measure_use(shapes, mesh) if stored is None else stored.use
@@ -363,3 +373,8 @@ def page_groups(shapes: Shapes, plan: CachePlan) -> tuple[PageGroup, ...]:
     """Returns the pages and window of each KV group, for the host's page manager."""
     groups = shapes.model.kv_groups
     return tuple(PageGroup(pages, group.window) for pages, group in zip(plan.num_pages, groups, strict=True))
+
+
+def caches_prefixes(shapes: Shapes, plan: CachePlan) -> bool:
+    """Returns whether the page manager shares prefixes: where recurrent states need snapshots, there must be some."""
+    return bool(shapes.config.cache.enable_prefix_caching) and (not shapes.snapshot_grid or plan.num_snapshots > 0)

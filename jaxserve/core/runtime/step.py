@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.pooling import finish_rows, pool_rows
-from jaxserve.core.layers.recurrent import choose_slots
+from jaxserve.core.layers.recurrent import choose_slots, copy_slots
 from jaxserve.core.models.decoder import compute_logits, normalize_last
 from jaxserve.core.models.decoder import forward as run_layers
 from jaxserve.core.runtime.batches import bound_pages, prepare_batches
@@ -49,8 +49,14 @@ def forward(
     model: StepModel,
     layout: InputLayout,
 ) -> tuple[KVCache, RowState, SelectedLines, HiddenStates]:
-    """Runs a step up to the logits; returns the cache and the rows after it. `cache` and `rows` are donated."""
-    return run_forward(params, cache, rows, layout.views(packed), feature_params, model=model, layout=layout)
+    """Runs a step up to the logits; returns the cache and the rows after it. `cache` and `rows` are donated.
+
+    Recurrent states are copied from snapshots before it, and to them behind it.
+    """
+    inputs = layout.views(packed)
+    cache = _copy_states(model, cache, inputs, from_snapshots=True)
+    cache, rows, selected, hidden = run_forward(params, cache, rows, inputs, feature_params, model=model, layout=layout)
+    return _copy_states(model, cache, inputs, from_snapshots=False), rows, selected, hidden
 
 
 def run_forward(
@@ -63,7 +69,7 @@ def run_forward(
     model: StepModel,
     layout: InputLayout,
 ) -> tuple[KVCache, RowState, SelectedLines, HiddenStates]:
-    """`forward` on unpacked inputs."""
+    """`forward` on unpacked inputs, without the copies."""
     bucket, before = layout.bucket, rows
     rows, seq_lens = _advance(rows, inputs)
     groups, num_rows, width = rows.page_table.shape
@@ -117,6 +123,16 @@ def run_forward(
     )
     rows, feature_pools, handed = _follow(model.features, feature_params, cache[count:], rows, step)
     return (*pools, *feature_pools), rows, SelectedLines(logits, lines, handed), states
+
+
+def _copy_states(model: StepModel, cache: KVCache, inputs: StepInputs, *, from_snapshots: bool) -> KVCache:
+    """Returns the pools after the copies from snapshots to rows, or after those from rows to snapshots."""
+    if not inputs.copy_ends.size:
+        return cache
+    first, last = model.layout.num_page_pools, model.layout.num_pools
+    start, end = (0, inputs.copy_ends[0]) if from_snapshots else (inputs.copy_ends[0], inputs.copy_ends[1])
+    states = copy_slots(cache[first:last], inputs.copy_sources, inputs.copy_targets, start, end)
+    return (*cache[:first], *states, *cache[last:])
 
 
 def _follow(
@@ -183,7 +199,7 @@ def decode_loop(
     """Runs `num_steps` steps of a decode bucket; returns the state after them and each row's ids.
 
     `cache`, `rows` and `sampler` are donated. A row that has computed all but its last token is padding from then on:
-    its ids mean nothing, and it writes to no page of its own.
+    its ids mean nothing, and it writes to no page of its own. Recurrent states are copied to snapshots behind the last.
     """
     inputs = layout.views(packed)
     limits = inputs.sampling[:, SAMPLING_FIELDS.index("max_num_tokens")]
@@ -205,6 +221,7 @@ def decode_loop(
         return (cache, rows, after), sampled.ids
 
     (cache, rows, sampler), ids = lax.scan(run_step, (cache, rows, sampler), length=num_steps)
+    cache = _copy_states(model, cache, inputs, from_snapshots=False)
     return cache, rows, sampler, SampledTokens(ids[:, :, 0].T)
 
 

@@ -29,7 +29,10 @@ class SchedulerLimits:
     pads_cheaply: bool = False  # whether a padded token costs next to nothing
     reads_whole: bool = False  # each prompt is computed in one step, and nothing follows it
     generates: bool = True  # False: requests are for embeddings
-    keeps_states: bool = False  # rows have a recurrent state: no prefix is shared, no token computed twice
+    keeps_states: bool = False  # rows have a recurrent state: no token is computed twice
+    # Tokens; a chunk that leaves some ends on a multiple of the first, or if the budget reaches none, of the second.
+    chunk_edges: tuple[int, ...] = (CHUNK_EDGE,)
+    snapshot_grid: int = 0  # tokens; snapshots of states lie at its multiples; 0: there are none
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
 
     @property
@@ -38,4 +41,4 @@ class SchedulerLimits:
         threshold = 0 if self.reads_whole else self.options.long_prefill_token_threshold
         if threshold is None:
             threshold = min(self.max_model_len // 25, self.max_num_batched_tokens // 2)
-        return max(threshold, CHUNK_EDGE) if threshold else self.max_num_batched_tokens
+        return max(threshold, self.chunk_edges[0]) if threshold else self.max_num_batched_tokens

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxserve.core.pages.host_tier import PageCopy
 from jaxserve.core.pages.manager import PageUpdate
 from jaxserve.core.scheduler.sequence import Sequence
-from jaxserve.core.scheduler.step_plan import ChunkWork, FinishedAnswer, NewRow, StepPlan
+from jaxserve.core.scheduler.step_plan import ChunkWork, FinishedAnswer, NewRow, StateCopy, StepPlan
 
 
 class StepKind(NamedTuple):
@@ -37,6 +37,7 @@ class PlanBuilder:
     work: dict[int, int] = field(default_factory=dict)  # by row of a chunk: the tokens left to compute, chunk included
     new_rows: list[NewRow] = field(default_factory=list)
     page_updates: list[tuple[int, int, int, int]] = field(default_factory=list)
+    state_loads: list[StateCopy] = field(default_factory=list)
     has_preempted: bool = False
 
     @property
@@ -80,6 +81,7 @@ class PlanBuilder:
         self,
         step_id: int,
         copies: tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]],
+        state_saves: tuple[StateCopy, ...] = (),
         finished_answers: tuple[FinishedAnswer, ...] = (),
     ) -> StepPlan:
         """Returns the finished plan, with the saves and loads of `copies`."""
@@ -95,4 +97,6 @@ class PlanBuilder:
             width=self.width,
             num_drafts=self.num_drafts,
             finished_answers=finished_answers,
+            state_loads=tuple(self.state_loads),
+            state_saves=state_saves,
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from operator import add
 
 from jaxserve.core.pages.manager import PageManager
@@ -25,17 +26,19 @@ from jaxserve.core.scheduler.policy import (
     count_need,
     count_slots,
     count_work,
+    find_prompt_point,
     find_step_limit,
     list_kinds,
     list_promised,
     may_admit,
     must_yield,
+    wants_snapshot,
 )
 from jaxserve.core.scheduler.queue_admission import QueueAdmission
 from jaxserve.core.scheduler.running import Batch
 from jaxserve.core.scheduler.scheduler_counts import SchedulerCounts
 from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus
-from jaxserve.core.scheduler.step_plan import StepPlan
+from jaxserve.core.scheduler.step_plan import StateCopy, StepPlan
 from jaxserve.core.scheduler.step_times import StepTimes
 from jaxserve.core.scheduler.waiting import WaitingQueue
 from jaxserve.core.scheduler.widths import WidthChooser
@@ -111,7 +114,20 @@ class Planner:
             if builder.is_empty or self._batch.prefilling:
                 builder.num_drafts = 0  # the next step has chunks, so it would not verify them
             self._widths.note_plan(builder.num_drafts)
-        return builder.freeze(next(self._steps), self._pages.host.take_copies(), self._batch.take_finished())
+        copies, saves = self._pages.host.take_copies(), tuple(self._save_states(builder))
+        return builder.freeze(next(self._steps), copies, saves, self._batch.take_finished())
+
+    def _save_states(self, builder: PlanBuilder) -> Iterator[StateCopy]:
+        """Yields (row, snapshot) for each sequence that ends its part of the step where its state is to be kept."""
+        if not self.limits.snapshot_grid:
+            return
+        chunks = (self._batch.by_ticket[chunk.ticket] for chunk in builder.chunks.values())
+        for sequence in filter(partial(wants_snapshot, self.limits), (*builder.decoding, *chunks)):
+            point = sequence.num_computed_tokens
+            rolls = point > max(find_prompt_point(self.limits, sequence), sequence.pages.states.junction)
+            slot = self._pages.snapshots.save(sequence.pages.states, point, rolls=rolls)
+            if slot is not None:
+                yield sequence.row, slot
 
     def requeue_running(self) -> None:
         """Puts all running sequences back into the queue; tokens in flight are lost, for waiting ones too."""
@@ -171,7 +187,8 @@ class Planner:
         """Gives what is left of the budget to prompts that had their share or none, the oldest first."""
         for sequence in self._batch.prefilling.copy() if builder.budget > 0 else ():
             chunk, done = builder.chunks.get(sequence.row), sequence.num_computed_tokens
-            left, start = count_work(self.limits, sequence, done), done if chunk is None else chunk.start
+            start = done if chunk is None else chunk.start
+            left = count_work(self.limits, sequence, start) - (done - start)
             if chunk is None and not choose_share(self.limits, builder, done, left):
                 continue
             end = done + choose_chunk(self.limits, done, left, builder.budget, builder.kind.lengths)
@@ -219,6 +236,8 @@ class Planner:
                 sequence.first_scheduled_time, sequence.num_cached_tokens = self._clock(), num_cached
                 self._counts.count_admission(sequence, num_cached)
             builder.new_rows.append(sequence.make_new_row(has_lookups=self.limits.has_lookups))
+            if sequence.pages.states.start is not None:
+                builder.state_loads.append((sequence.row, sequence.pages.states.start))
             builder.prefix_updates -= len(updates)
             builder.add_pages(sequence.row, updates)
             self._plan_chunk(builder, sequence)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from collections.abc import Sequence as Ids
 from itertools import islice
 
-from jaxserve.core.pages.manager import CHUNK_EDGE
 from jaxserve.core.scheduler.limits import SchedulerLimits
 from jaxserve.core.scheduler.plan_builder import ANY_STEP, PlanBuilder, StepKind
 from jaxserve.core.scheduler.running import Batch
@@ -28,15 +28,48 @@ def count_work(limits: SchedulerLimits, sequence: Sequence, start: int) -> int:
     """Returns how many tokens from position `start` may be one chunk: all that are known.
 
     Where bits count, a token's kind of step must depend on its position alone: tokens of the answer are computed one by
-    one, even if they are known, and so is a prompt's last token if it begins a cell of the grid of chunks.
+    one, even if they are known, and so is a prompt's last token if it begins a cell of the grid of chunks. Where the
+    recurrent state is wanted a chunk ends.
     """
     end = len(sequence.token_ids)
     if limits.options.deterministic:
         end = min(end, sequence.num_prompt_tokens)
-        if start < end - 1 and (end - 1) % CHUNK_EDGE == 0:
+        if start < end - 1 and (end - 1) % limits.chunk_edges[0] == 0:
             end -= 1
         end = max(end, start + 1)
-    return end - start
+    points = list_points(limits, sequence) if limits.snapshot_grid else ()
+    return min([end, *(point for point in points if point > start)]) - start
+
+
+def list_points(limits: SchedulerLimits, sequence: Sequence) -> tuple[int, ...]:
+    """Returns the numbers of tokens behind which a snapshot of the recurrent state is wanted while they are computed.
+
+    One lies where others have left pages and no snapshot, so that the next text with this beginning finds both. The
+    others are the last that the prompt and all known tokens have in front of their last token.
+    """
+    if not sequence.pages.is_cached:
+        return ()
+    points = sequence.pages.states.junction, find_prompt_point(limits, sequence), _floor(limits, sequence.token_ids)
+    return tuple([point for point in points if 0 < point <= sequence.pages.num_sharable])
+
+
+def find_prompt_point(limits: SchedulerLimits, sequence: Sequence) -> int:
+    """Returns the number of tokens of a prompt's last snapshot."""
+    return _floor(limits, sequence.request.prompt_token_ids)
+
+
+def _floor(limits: SchedulerLimits, token_ids: Ids[int]) -> int:
+    return (len(token_ids) - 1) // limits.snapshot_grid * limits.snapshot_grid
+
+
+def wants_snapshot(limits: SchedulerLimits, sequence: Sequence) -> bool:
+    """Returns whether the state behind a sequence's planned tokens is to be kept: also at each point of its answer."""
+    point, pages = sequence.num_computed_tokens, sequence.pages
+    if point % limits.snapshot_grid or not pages.is_cached or not point <= pages.num_sharable:
+        return False
+    if point >= sequence.max_num_tokens:
+        return False  # a loop of steps stops in front of the last token
+    return point == pages.states.junction or point >= max(1, find_prompt_point(limits, sequence))
 
 
 def count_need(limits: SchedulerLimits, sequence: Sequence) -> int:
@@ -166,10 +199,11 @@ def choose_share(limits: SchedulerLimits, builder: PlanBuilder, start: int, work
 def choose_chunk(limits: SchedulerLimits, start: int, work: int, budget: int, lengths: range = ANY_STEP.lengths) -> int:
     """Returns how many of the `work` tokens from position `start` to compute now.
 
-    0: the budget reaches no edge, or the step takes no such length. An unfinished chunk ends on a multiple of
-    CHUNK_EDGE: kernels then write whole tiles, and cached prefixes align. Without causal attention there are none.
+    0: the budget reaches no edge, or the step takes no such length. An unfinished chunk ends on an edge: kernels then
+    write whole tiles, and cached prefixes align. Without causal attention there are none.
     """
-    length = work if work <= budget else (start + budget) // CHUNK_EDGE * CHUNK_EDGE - start
+    ends = ((start + budget) // edge * edge for edge in limits.chunk_edges)
+    length = work if work <= budget else next((end - start for end in ends if end > start), 0)
     if length < work and limits.reads_whole:
         return 0
     return length if length in lengths else 0

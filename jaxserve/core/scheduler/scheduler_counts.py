@@ -17,6 +17,7 @@ class SchedulerCounts:
     num_admitted_tokens: int = 0  # prompt tokens, counted at a request's first admission
     prefix_queries: int = 0  # tokens looked up in the prefix cache at first admissions
     prefix_hits: int = 0  # tokens found there
+    snapshot_misses: int = 0  # tokens whose pages were there, behind the last snapshot of a recurrent state
     host_hits: int = 0  # those among them that were loaded from the host tier
     num_drafts: int = 0  # chains of drafts that were verified: one for each row with drafts in a step
     num_draft_tokens: int = 0  # drafts in them
@@ -31,4 +32,5 @@ class SchedulerCounts:
         if sequence.pages.is_cached:
             self.prefix_queries += len(sequence.sharable_tokens)
             self.prefix_hits += num_cached
+            self.snapshot_misses += sequence.pages.states.num_lost_tokens
             self.host_hits += min(num_cached, sequence.pages.num_loaded_tokens)

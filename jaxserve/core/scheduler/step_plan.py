@@ -19,6 +19,8 @@ from jaxserve.token_automaton import TokenAutomaton
 # sequence readmitted after a fault gets a foreign token.
 Ticket = int
 
+StateCopy = tuple[int, int]  # (row, snapshot), numbers of slots of recurrent states
+
 
 @dataclass(frozen=True, slots=True)
 class RowHistory:
@@ -110,7 +112,8 @@ class StepPlan:
 
     Copies between a page on the device and a slot of host memory are (group, page, slot). Saves read their pages before
     the forward pass. Loads start with the step; their pages are written before the first step that is planned after
-    this one was committed. A step may have copies and no rows.
+    this one was committed. A step may have copies and no rows. Of recurrent states, a row gets that of a snapshot
+    before the forward pass, and a snapshot that of a row behind it.
     """
 
     step_id: int
@@ -124,6 +127,8 @@ class StepPlan:
     finished_answers: tuple[FinishedAnswer, ...] = ()  # since the last plan; only if later drafts may come from them
     page_saves: tuple[PageCopy, ...] = ()
     page_loads: tuple[PageCopy, ...] = ()
+    state_loads: tuple[StateCopy, ...] = ()
+    state_saves: tuple[StateCopy, ...] = ()
     is_masked: bool = False  # a mask follows before the rows are sampled; only the engine knows
 
     @property

@@ -31,7 +31,7 @@ from jaxserve.files import find_other_writer, read_regular
 from pallas_kernels.cpu.library import digest as digest_kernels
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 _MAX_MANIFEST = 16 * 2**20  # bytes
 _COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 # Options that no program depends on: where weights come from, how programs are compiled, and who is planned when.
@@ -58,6 +58,7 @@ class Manifest:
 
     facts: Mapping[str, Any]  # what must be the same where the bundle is loaded
     num_pages: tuple[int, ...]  # of each KV group
+    num_snapshots: int  # of recurrent states
     use: Mapping[str, int] | None  # the fields of `DeviceUse`; None on CPU
     programs: Mapping[str, BundleFile]  # by `identify`
     library: BundleFile | None  # the CPU kernels that programs call
@@ -87,6 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(
             dict(value["facts"]),
             tuple(map(int, value["num_pages"])),
+            int(value["num_snapshots"]),
             value["use"],
             programs,
             library,
@@ -147,6 +149,7 @@ def describe_target(shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
         "options": {name: value for name, value in options.items() if name not in _OTHER_OPTIONS},
         "buckets": [str(bucket) for bucket in shapes.buckets.buckets],
         **describe_model(shapes.model),
+        "state copies": shapes.state.max_state_copies,
         "features": [dict(feature.describe(shapes)) for feature in shapes.features],
     }
     return dict(json.loads(json.dumps(facts)))

@@ -57,6 +57,11 @@ class Bundle:
         return self._manifest.num_pages
 
     @property
+    def num_snapshots(self) -> int:
+        """Those of recurrent states, likewise."""
+        return self._manifest.num_snapshots
+
+    @property
     def use(self) -> DeviceUse | None:
         """Bytes of a device that the programs take; None on CPU."""
         return None if self._manifest.use is None else DeviceUse(**self._manifest.use)

@@ -72,6 +72,7 @@ def write_bundle(
         manifest = Manifest(
             facts,
             tuple(plan.num_pages),
+            plan.num_snapshots,
             described,
             dict(sorted(files.items())),
             None if library is None else _describe(_LIBRARY, library),

@@ -56,8 +56,9 @@ def _read_config(header: Mapping[str, Any], args: argparse.Namespace) -> EngineC
 
     _refuse_other(header, describe_host())
     recorded = header.get("options")
-    if not isinstance(recorded, Mapping) or not isinstance(header.get("num_pages"), list):
-        raise RecordingError("the header lacks options or num_pages", field="recording")
+    sizes = isinstance(header.get("num_pages"), list) and isinstance(header.get("num_snapshots"), int)
+    if not isinstance(recorded, Mapping) or not sizes:
+        raise RecordingError("the header lacks options, num_pages or num_snapshots", field="recording")
     flags = {name: getattr(args, name) for name in ("model", "compilation_cache_dir")}
     given = {name: value for name, value in flags.items() if value is not None}
     # The attention that was chosen: a self-test at the start decides what "auto" is.
@@ -79,7 +80,8 @@ def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     _refuse_other(header, describe_mesh(mesh) | describe_model(_shape_model(config, files)))
     announce, pages = choose_announce(True), header["num_pages"]
-    built = build_runner(config, files, progress=show_progress, announce=announce, num_pages=pages)
+    sizes = {"num_pages": pages, "num_snapshots": header["num_snapshots"]}
+    built = build_runner(config, files, progress=show_progress, announce=announce, **sizes)
     all_params = built.runner.all_params
     here = describe_engine(built.shapes, built.plan, built.mesh, all_params, digest_params(all_params))
     _refuse_other(header, {name: value for name, value in here.items() if name != "options"})

@@ -6,7 +6,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.runtime.memory import cache_budget
 from jaxserve.core.runtime.shapes import Shapes
-from jaxserve.core.runtime.startup import estimate_use, page_groups, plan_pools
+from jaxserve.core.runtime.startup import caches_prefixes, estimate_use, page_groups, plan_pools
 from jaxserve.device_kinds import KNOWN, DeviceKind, find_kind
 from jaxserve.errors import ConfigError
 from jaxserve.features.choose import make_shapes
@@ -55,7 +55,8 @@ def make_spec(shapes: Shapes, kind: DeviceKind, calibration: Calibration) -> Eng
         buckets=shapes.buckets,
         formula=make_formula(shapes, calibration),
         page_size=cache.page_size,
-        enable_prefix_caching=bool(cache.enable_prefix_caching),
+        enable_prefix_caching=caches_prefixes(shapes, pools),
+        num_snapshots=pools.num_snapshots,
         overlap=scheduler.async_scheduling,
         **shapes.page_options,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.pages.manager import CHUNK_EDGE
 from jaxserve.core.runtime.buckets import BucketTable
 from jaxserve.core.scheduler import Commit, Scheduler, SchedulerLimits, StepOutputs, StepPlan
 from jaxserve.engine.engine import Engine
@@ -30,6 +31,8 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     num_host_slots: int = 0  # pages of each group that the host tier holds
     max_copies: int = 0  # pages that a step loads from it
+    num_snapshots: int = 0  # of recurrent states
+    hit_grid: int = CHUNK_EDGE  # tokens; cached prefixes end at its multiples
     overlap: bool = True  # plan and dispatch a step while one runs
 
     def with_buckets(self, buckets: BucketTable) -> EngineSpec:
@@ -129,6 +132,8 @@ class Replica:
             enable_prefix_caching=spec.enable_prefix_caching,
             num_host_slots=spec.num_host_slots,
             max_copies=spec.max_copies,
+            num_snapshots=spec.num_snapshots,
+            hit_grid=spec.hit_grid,
         )
         self.scheduler = TimedScheduler(spec.limits, pages, self.clock)
         self.device = VirtualDevice(spec.formula, spec.buckets, self.clock)

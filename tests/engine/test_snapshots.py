@@ -1,0 +1,171 @@
+"""Snapshots of recurrent states over a fake device, which compares each row's state with the tokens of its text."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits, StepPlan
+from jaxserve.engine.engine import Engine
+from jaxserve.request import Request
+from jaxserve.sampling_params import OutputKind, SamplingParams
+from jaxserve.scheduler_options import SchedulerOptions
+from tests.engine.helpers import greedy, run
+from tests.fake_device import FakeDevice
+
+GRID = 64
+
+
+def make_engine(
+    num_snapshots: int = 40,
+    *,
+    grid: int = GRID,
+    caching: bool = True,
+    rows: int = 4,
+    budget: int = 256,
+    num_pages: int = 800,
+    overlap: bool = True,
+    **options: object,
+) -> tuple[Engine, FakeDevice]:
+    groups, page_size = [PageGroup(num_pages)], 16
+    pages = PageManager(
+        groups,
+        page_size=page_size,
+        max_chunk=budget,
+        enable_prefix_caching=caching,
+        num_snapshots=num_snapshots,
+        hit_grid=grid,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=rows,
+        max_num_batched_tokens=budget,
+        max_model_len=6000,
+        max_prefix_updates=400,
+        loop_rows=rows,
+        keeps_states=True,
+        chunk_edges=(64, 32),
+        snapshot_grid=grid if caching else 0,
+        options=SchedulerOptions(**options),  # type: ignore[arg-type]
+    )
+    device = FakeDevice(groups, page_size=page_size)
+    device.keeps_states = True
+    return Engine(Scheduler(limits, pages), device, overlap=overlap), device
+
+
+def make_text(length: int, mark: int) -> list[int]:
+    return [(mark * 7919 + place * 31) % 1009 for place in range(length)]
+
+
+def find_chunks(plans: list[StepPlan]) -> list[tuple[int, int]]:
+    return [(chunk.start, chunk.end) for plan in plans for chunk in plan.chunks]
+
+
+@pytest.mark.parametrize("length", [70, 500, 1000, 5000])
+@pytest.mark.parametrize("tail", [1, 63, 64, 65, 200])
+def test_the_third_request_with_a_common_beginning_finds_all_of_it(length: int, tail: int) -> None:
+    """Wherever it ends, and wherever the others did."""
+    engine, _ = make_engine()
+    common = make_text(length, 1)
+    cached = [
+        run(engine, [greedy(f"r{mark}", common + make_text(tail + mark, mark), 5)])[f"r{mark}"].num_cached_tokens
+        for mark in (2, 3, 4, 5)
+    ]
+    whole = length // GRID * GRID
+    assert cached[2:] == [whole, whole] and cached[0] == 0 and cached[1] <= whole
+    lost = engine.scheduler.counts.snapshot_misses
+    assert lost == whole - cached[1], "counted once, for the second"
+
+
+def test_the_second_meets_the_junction_and_only_its_chunks_end_there() -> None:
+    engine, device = make_engine(budget=4096)
+    for mark in (2, 3, 4):
+        run(engine, [greedy(str(mark), make_text(500, 1) + make_text(90, mark), 2)])
+    chunks = [(0, 576), (576, 590)], [(0, 448), (448, 576), (576, 590)], [(448, 576), (576, 590)]
+    assert find_chunks(device.plans) == [chunk for each in chunks for chunk in each]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", [1, 8])
+def test_the_next_turn_of_a_conversation_computes_no_more_than_a_cell_twice(overlap: bool, steps: int) -> None:
+    """`steps` divides the grid: a loop of steps that does not ends seldom where a snapshot lies."""
+    for first in range(60, 70):
+        engine, device = make_engine(overlap=overlap, max_decode_steps=steps)
+        text = make_text(first, 3)
+        for turn in range(5):
+            answer = run(engine, [greedy(f"t{turn}", text, 41 + 9 * turn)])[f"t{turn}"]
+            assert len(text) - answer.num_cached_tokens <= (20 if turn else first) + (GRID if steps == 1 else 2 * GRID)
+            text = [*text, *answer.outputs[0].token_ids, *make_text(20, turn)]
+        assert len(device.snapshots) <= 40
+
+
+def test_a_preempted_row_goes_on_from_its_last_snapshot() -> None:
+    engine, device = make_engine(num_pages=32, rows=2)
+    run(engine, [greedy("old", make_text(150, 1), 110), greedy("young", make_text(150, 2), 200)])
+    assert engine.scheduler.counts.num_preemptions > 0
+    loads = [plan.state_loads for plan in device.plans if plan.state_loads]
+    assert len(loads) == engine.scheduler.counts.num_preemptions
+    again = [plan.new_rows[0].num_computed_tokens for plan in device.plans if plan.state_loads]
+    assert min(again) >= 192, "not from its prompt's"
+
+
+def test_siblings_start_from_one_snapshot_of_their_prompt() -> None:
+    engine, device = make_engine()
+    prompt = tuple(make_text(150, 1))
+    params = SamplingParams(temperature=0, max_tokens=4, n=3, output_kind=OutputKind.FINAL_ONLY)
+    done = run(engine, [Request("a", prompt, params)])
+    assert [each.token_ids for each in done["a"].outputs] == [done["a"].outputs[0].token_ids] * 3
+    assert sorted(find_chunks(device.plans)) == [(0, 128), (128, 150), (128, 150), (128, 150)]
+    assert [slot for plan in device.plans for _, slot in plan.state_loads] == [0, 0]
+
+
+def test_what_a_thousand_requests_took_is_free() -> None:
+    """Some of them are aborted."""
+    engine, device = make_engine(num_snapshots=7, num_pages=60)
+    snapshots = engine.scheduler.pages.snapshots
+    for index in range(1000):
+        engine.add_request(greedy(str(index), make_text(1 + index * 37 % 150, index % 5), 1 + index % 70))
+    for steps in range(10**6):
+        if not engine.has_unfinished:
+            break
+        engine.step()
+        engine.abort_request(str(steps * 7 % 1000))
+    assert len(device.snapshots) == 7 and snapshots.num_pending == 0
+    engine.scheduler.pages.drop_prefix_index()
+    engine.scheduler.pages.check()
+    assert snapshots.num_cached == 0 and not engine.scheduler.batch and not engine.scheduler.pages.pools[0].num_cached
+
+
+def test_states_of_lost_steps_and_of_other_weights_are_forgotten() -> None:
+    engine, device = make_engine()
+    prompt = make_text(150, 1)
+    run(engine, [greedy("a", prompt, 4)])
+    assert engine.scheduler.pages.snapshots.num_cached == 1
+    device.fail_next = RuntimeError("struck")
+    run(engine, [greedy("b", make_text(9, 2), 4)])
+    assert engine.scheduler.pages.snapshots.num_cached == 0
+    assert run(engine, [greedy("c", prompt, 4)])["c"].num_cached_tokens == 0
+    assert run(engine, [greedy("d", prompt, 4)])["d"].num_cached_tokens == 128
+
+
+@pytest.mark.parametrize("salt", ["", "other"])
+def test_a_salt_keeps_snapshots_apart(salt: str) -> None:
+    engine, _ = make_engine()
+    prompt = make_text(150, 1)
+    run(engine, [greedy("a", prompt, 4)])
+    found = run(engine, [greedy("b", prompt, 4, cache_salt=salt)])["b"].num_cached_tokens
+    assert found == (0 if salt else 128)
+
+
+def test_without_a_prefix_cache_nothing_is_cut_or_copied() -> None:
+    engine, device = make_engine(caching=False)
+    for name in "ab":
+        run(engine, [greedy(name, make_text(150, 1), 100)])
+    assert not any(plan.state_loads or plan.state_saves for plan in device.plans)
+    assert (0, 150) in find_chunks(device.plans)
+
+
+def test_a_wider_grid_has_fewer_snapshots() -> None:
+    engine, _ = make_engine(grid=192)
+    prompt = make_text(500, 1)
+    run(engine, [greedy("a", prompt, 4)])
+    assert run(engine, [greedy("b", prompt, 4)])["b"].num_cached_tokens == 384
