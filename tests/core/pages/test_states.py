@@ -45,7 +45,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         assert (slot is None) == (hit == 0) and hit < len(tokens) and hit % GRID == 0
         assert slot is None or self.slots[slot] == tokens[:hit]
         junction = text.pages.states.junction
-        assert junction == 0 or hit < junction < len(tokens) and junction % GRID == 0
+        assert junction == 0 or (hit < junction < len(tokens) and junction % GRID == 0)
         if manager.reserve(text.pages, hit, len(tokens)) is None:
             manager.release(text.pages)
             return

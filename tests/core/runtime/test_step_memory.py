@@ -47,6 +47,17 @@ def test_pool_is_not_copied(case: str) -> None:
         assert analysis.temp_size_in_bytes < plan.bytes_per_device / 10
 
 
+def test_copies_of_states_copy_no_pool() -> None:
+    shapes = make_small_shapes("qwen3_next")
+    plan = startup.plan_pools(shapes, budget=0, num_pages=(8,), num_snapshots=30_000)
+    compiler = make_compiler(shapes, plan, make_mesh(1))
+    for bucket in (shapes.buckets.buckets[0], shapes.buckets.largest):
+        analysis = compiler.compile("forward", bucket).memory_analysis()
+        assert plan.bytes_per_device > 40 * 2**20
+        assert analysis.alias_size_in_bytes >= plan.bytes_per_device
+        assert analysis.temp_size_in_bytes < plan.bytes_per_device / 10
+
+
 def test_programs_are_measured_in_threads_that_see_the_devices() -> None:
     shapes, names = make_small_shapes("llama_gqa", compile_threads=2), []
 

@@ -437,7 +437,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(
 ) -> None:
     path = tmp_path / "steps.jsonl"
     engine, _ = make_engine(path)
-    room, write = 1000, os.write
+    room, write = 1200, os.write
 
     def fill(descriptor: int, data: Any) -> int:
         nonlocal room
