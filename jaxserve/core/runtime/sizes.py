@@ -65,9 +65,8 @@ class Sizes:
 
     @property
     def chunk_edges(self) -> tuple[int, ...]:
-        """See `SchedulerLimits`. Where bits count, every cut must leave those of the whole text."""
-        edge = math.lcm(CHUNK_EDGE, self.model.state_edge)
-        return (edge,) if edge == CHUNK_EDGE or self.config.scheduler.deterministic else (edge, CHUNK_EDGE)
+        """See `SchedulerLimits`."""
+        return tuple(dict.fromkeys((math.lcm(CHUNK_EDGE, self.model.state_edge), CHUNK_EDGE)))
 
     @property
     def snapshot_grid(self) -> int:
