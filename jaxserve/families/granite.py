@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
-
-from jaxserve.core.layers.attention import attend
-from jaxserve.core.layers.context import LayerContext
-from jaxserve.core.layers.mlp import gated_mlp
-from jaxserve.core.layers.norm import normalize
-from jaxserve.core.models.base import DecoderConfig, Family, LayerKind, Leaves, Stream
+from jaxserve.core.models.base import DecoderConfig, Family, LayerKind
+from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import build_config, read_attention, read_mlp, read_num_layers, read_rope
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.families import llama
@@ -41,20 +35,12 @@ def parse(config: HFConfig) -> DecoderConfig:
     return replace(decoder, residual_scale=config.number("residual_multiplier"))
 
 
-def apply_layer(
-    config: DecoderConfig, kind: LayerKind, leaves: Leaves, x: Stream, ctx: LayerContext
-) -> tuple[Stream, jax.Array]:
-    """A norm before each block; the output of each block is scaled."""
-
-    def scale(block: Stream) -> Stream:
-        return (block.astype(jnp.float32) * config.residual_scale).astype(block.dtype)
-
-    attended, pages = attend(kind.attention, config.norm, leaves, normalize(config.norm, leaves["attn_norm"], x), ctx)
-    x = x + scale(attended)
-    fed = gated_mlp(kind.mlp, leaves, normalize(config.norm, leaves["mlp_norm"], x), ctx)
-    return x + scale(fed), pages
-
-
 FAMILY = Family(
-    "granite", "GraniteForCausalLM", KEYS, parse, apply_layer, llama.list_layer_params, ignored_keys=llama.IGNORED_KEYS
+    "granite",
+    "GraniteForCausalLM",
+    KEYS,
+    parse,
+    pre_norm_layer,
+    llama.list_layer_params,
+    ignored_keys=llama.IGNORED_KEYS,
 )

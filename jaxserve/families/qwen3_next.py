@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from jaxserve.core.layers.attention import AttentionConfig, attend
-from jaxserve.core.layers.context import LayerContext
-from jaxserve.core.layers.gated_delta import mix_by_delta_rule
+from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.moe import MoEConfig
-from jaxserve.core.layers.norm import NormConfig
-from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Leaves, Mixer, Stream, Table
-from jaxserve.core.models.blocks import pre_norm_layer
+from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
+from jaxserve.core.models.blocks import hybrid_layer
 from jaxserve.core.models.common import (
     DECODER_KEYS,
     alternate_layer_types,
@@ -69,17 +64,6 @@ KEYS = (
 
 _LINEAR = "linear_attention"
 _POSITION_KEYS = ("mrope_section", "mrope_interleaved")  # of images: the three positions of a text's token are one
-
-
-def mix(mixer: Mixer, norm: NormConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, object]:
-    """The mixer that the layer has: attention or Gated DeltaNet."""
-    if isinstance(mixer, AttentionConfig):
-        return attend(mixer, norm, leaves, x, ctx)
-    return mix_by_delta_rule(mixer, norm, leaves, x, ctx)  # type: ignore[arg-type] there are no others
-
-
-hybrid_layer = partial(pre_norm_layer, attend=mix)
-"""A norm before each block, where the first is the layer's mixer."""
 
 
 def read_hybrid_layers(config: HFConfig, mlp: MLPConfig | MoEConfig) -> tuple[LayerKind, ...]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxserve.core.layers.activations import ACTIVATIONS
+from jaxserve.core.layers.by_head import Pool, run_by_head
 from jaxserve.core.layers.context import LayerContext, StateSlots
 from jaxserve.core.layers.convolution import convolve
 from jaxserve.core.layers.delta_rule import TILE, HeadSizes, RuleInputs, apply_rule
@@ -20,7 +20,7 @@ from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.memory import RecurrentState, StateArray
 from jaxserve.core.layers.norm import NormConfig, normalize_plainly
 from jaxserve.core.layers.recurrent import read_slots, write_slots
-from jaxserve.core.sharding import DEFAULT_RULES, Axes
+from jaxserve.core.sharding import Axes
 from pallas_kernels.spec import BatchMeta
 
 _INPUTS, _STATE = "inputs", "state"
@@ -86,29 +86,16 @@ class GatedDeltaConfig:
 
 def mix_by_delta_rule(
     config: GatedDeltaConfig, norm: NormConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
-) -> tuple[Float[Array, "T D"], dict[str, jax.Array]]:
+) -> tuple[Float[Array, "T D"], Pool]:
     """Returns the block's output and the pool with the states after the step.
 
     Parameters: `qkvz` [D, K * (2A + 2rB)] holds, per key head, its query, its key, the r values of its group and their
     gates z; `ba` [D, K * 2r] the same of the inputs of beta, then of the decays; `conv` [W, K * (2A + rB)]; `decay` [N]
     (A_log) and `decay_bias` [N], float32; `out_norm` [B]; `o` [N * B, D].
     """
-    qkvz, ba = linear(ctx, leaves["qkvz"], x), linear(ctx, leaves["ba"], x)
-    own = {name: leaves[name] for name in _AXES}
+    streams = linear(ctx, leaves["qkvz"], x), linear(ctx, leaves["ba"], x)
     mix = partial(_mix_here, config, norm, ctx.offset)
-    if ctx.mesh is not None:
-        axes = {array.name: (None, None, *array.axes) for array in config.memory.arrays}
-        by_head = DEFAULT_RULES.spec((None, "kv_heads"))
-        of_pool = {name: DEFAULT_RULES.spec(each) for name, each in axes.items()}
-        of_leaves = {name: DEFAULT_RULES.spec(each) for name, each in _AXES.items()}
-        mix = jax.shard_map(
-            mix,
-            mesh=ctx.mesh,
-            in_specs=(by_head, by_head, of_leaves, of_pool, PartitionSpec(), PartitionSpec()),
-            out_specs=(by_head, of_pool),
-            check_vma=False,  # loops whose end is known on the device state no varying axes
-        )
-    out, pool = mix(qkvz, ba, own, ctx.pool, ctx.batch, ctx.slots)
+    out, pool = run_by_head(mix, config.memory, streams, leaves, _AXES, ctx)
     return linear(ctx, leaves["o"], out, reduce=True), pool
 
 
@@ -116,14 +103,14 @@ def _mix_here(
     config: GatedDeltaConfig,
     norm: NormConfig,
     offset: int,
-    qkvz: Float[Array, "T K*C"],
-    ba: Float[Array, "T K*2r"],
+    streams: tuple[Float[Array, "T K*C"], Float[Array, "T K*2r"]],
     leaves: Mapping[str, jax.Array],
     pool: Mapping[str, jax.Array],
     batch: BatchMeta,
     slots: StateSlots,
-) -> tuple[Float[Array, "T N*B"], dict[str, jax.Array]]:
+) -> tuple[Float[Array, "T N*B"], Pool]:
     """Returns the gated answers of the heads that this device has, and their states."""
+    qkvz, ba = streams
     tokens, sizes = len(qkvz), config.sizes._replace(keys=qkvz.shape[1] // config.head_columns)
     columns = qkvz.reshape(tokens, sizes.keys, config.head_columns)
     mixed, gates = columns[..., : config.head_channels], columns[..., config.head_channels :]

@@ -7,12 +7,16 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxserve.core.layers.attention import attend
+from jaxserve.core.layers.attention import AttentionConfig, attend
 from jaxserve.core.layers.context import LayerContext
+from jaxserve.core.layers.gated_delta import GatedDeltaConfig, mix_by_delta_rule
 from jaxserve.core.layers.latent_attention import attend_latent
+from jaxserve.core.layers.memory import Mixer
 from jaxserve.core.layers.moe import feed_forward
-from jaxserve.core.layers.norm import normalize
+from jaxserve.core.layers.norm import NormConfig, normalize
+from jaxserve.core.layers.short_conv import ShortConvConfig, mix_by_convolution
 from jaxserve.core.models.base import DecoderConfig, LayerKind, Leaves, Stream
 
 
@@ -28,13 +32,35 @@ def pre_norm_layer(
 ) -> tuple[Stream, Any]:
     """A norm before each block, as in Llama; `attend` is the layer's mixer.
 
-    With `config.parallel` both blocks read the layer's input.
+    With `config.parallel` both blocks read the layer's input. Their outputs are scaled by `config.residual_scale`.
     """
+
+    def scale(block: Stream) -> Stream:
+        if config.residual_scale == 1.0:
+            return block
+        return (block.astype(jnp.float32) * config.residual_scale).astype(block.dtype)
+
     norm = config.norm
-    attended, pages = attend(kind.mixer, norm, leaves, normalize(norm, leaves.get("attn_norm"), x), ctx)
-    summed = x + attended
+    mixed, kept = attend(kind.mixer, norm, leaves, normalize(norm, leaves.get("attn_norm"), x), ctx)
+    summed = x + scale(mixed)
     fed = mlp(kind.mlp, leaves, normalize(norm, leaves.get("mlp_norm"), x if config.parallel else summed), ctx)
-    return summed + fed, pages
+    return summed + scale(fed), kept
+
+
+_MIXERS: dict[type, Callable[..., tuple[Stream, Any]]] = {
+    AttentionConfig: attend,
+    GatedDeltaConfig: mix_by_delta_rule,
+    ShortConvConfig: mix_by_convolution,
+}
+
+
+def mix(mixer: Mixer, norm: NormConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, Any]:
+    """The mixer that the layer has: attention, or a block with a recurrent state."""
+    return _MIXERS[type(mixer)](mixer, norm, leaves, x, ctx)
+
+
+hybrid_layer = partial(pre_norm_layer, attend=mix)
+"""A norm before each block, where the first is the layer's mixer."""
 
 
 def post_norm_layer(

@@ -27,7 +27,8 @@ from pallas_kernels.spec import BatchMeta
 Pools = tuple[Any, ...]
 """The pools of a model: of pages [num_pages, 2K, page_size, H] each, then of each recurrent state, arrays by name."""
 
-_STATE_HEADS = {"kv_heads": "key heads", "heads": "value heads"}  # in words, by the axes of states
+# What devices share of states, in words, by the axes of states.
+_STATE_PARTS = {"kv_heads": "key heads", "heads": "value heads", "channels": "channels"}
 _MAX_DEVICES = 64  # largest tensor parallel size that an error suggests
 
 
@@ -204,7 +205,7 @@ def _list_divisible(config: DecoderConfig) -> set[tuple[str, int]]:
     """Returns what devices share of feed-forward blocks and states, in words for users, and how many there are."""
     arrays = {array for state, _ in config.states for array in state.arrays}
     axes = {(axis, size) for array in arrays for axis, size in zip(array.axes, array.shape, strict=True)}
-    found = {(f"{_STATE_HEADS[axis]} of a recurrent state", size) for axis, size in axes if axis is not None}
+    found = {(f"{_STATE_PARTS[axis]} of a recurrent state", size) for axis, size in axes if axis is not None}
     for mlp in {kind.mlp for kind in config.layers}:
         dense = mlp.shared if isinstance(mlp, MoEConfig) else mlp
         if dense is not None:

@@ -154,8 +154,9 @@ def attention_params(
     interleaved: bool = False,
     input_size: int | None = None,
     modules: Mapping[str, str] = _SELF_ATTENTION,
+    qk_norm: str = "self_attn.{part}_norm",
 ) -> Table:
-    """Returns `qkv` and `o` from the `modules` of q, k, v and o, and the norms of q and k if there are any.
+    """Returns `qkv` and `o` from the `modules` of q, k, v and o, and the norms of q and k if there are any (`qk_norm`).
 
     `interleaved`: the checkpoint's heads rotate interleaved pairs of dimensions. `input_size`: what q, k and v are
     projected from, if not D.
@@ -165,7 +166,7 @@ def attention_params(
     rows = {layer.tensor(modules[part]): count for part, count in count_rows(attention).items()}
     table = _qkv_params(layer, rows, partial(fuse_qkv, attention, order), input_size)
     table |= _output_params(layer, modules["o"])
-    return table | _qk_norm_params(layer, order) if attention.qk_norm is not None else table
+    return table | _qk_norm_params(layer, order, qk_norm) if attention.qk_norm is not None else table
 
 
 def fused_attention_params(
@@ -319,7 +320,7 @@ def _norm_params(config: DecoderConfig, leaf: str, module: str) -> Table:
     return wide_norm_params(config, leaf, module, config.hidden_size)
 
 
-def _qk_norm_params(layer: CheckpointLayer, order: np.ndarray | None) -> Table:
+def _qk_norm_params(layer: CheckpointLayer, order: np.ndarray | None, module: str) -> Table:
     config, attention = layer.config, layer.kind.attention
     head_dim, repeats = attention.head_dim, attention.kv_repeats
     table: Table = {}
@@ -336,7 +337,7 @@ def _qk_norm_params(layer: CheckpointLayer, order: np.ndarray | None) -> Table:
         }[attention.qk_norm]
         build = partial(spread_heads, head_dim, order, shape)
         for name, spec in _norm_specs(config, shape, axes).items():
-            source = make_source((layer.tensor(f"self_attn.{part}_norm.{name}"),), (tensor_shape,), build)
+            source = make_source((layer.tensor(f"{module.format(part=part)}.{name}"),), (tensor_shape,), build)
             table[f"{part}_norm.{name}"] = Parameter(spec, source)
     return table
 
