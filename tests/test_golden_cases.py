@@ -29,7 +29,7 @@ def test_every_family_is_covered() -> None:
     newer = {"olmo", "olmo2", "olmo3", "smollm3", "glm4", "granite", "cohere", "cohere2", "starcoder2", "gpt_neox"}
     experts = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "minimax_m2"}
     latents = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}
-    hybrids = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+    hybrids = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"}
     assert families == older | newer | experts | latents | hybrids
 
 

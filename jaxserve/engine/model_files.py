@@ -164,12 +164,14 @@ def _set_state_dtype(model: DecoderConfig, dtype: str) -> DecoderConfig:
 
     if dtype == "auto":
         return model
-    if not model.states:
-        message = f"{model.family} keeps no recurrent state; leave it out"
+    stateful = GatedDeltaConfig
+    if not any(isinstance(kind.mixer, stateful) for kind in model.layers):
+        kept = "last inputs only" if model.states else "no recurrent state"
+        message = f"{model.family} keeps {kept}; leave it out"
         raise ConfigError(message, field="mamba_ssm_cache_dtype", value=dtype)
     layers = (
         dataclasses.replace(kind, mixer=dataclasses.replace(kind.mixer, state_dtype=dtype))
-        if isinstance(kind.mixer, GatedDeltaConfig)
+        if isinstance(kind.mixer, stateful)
         else kind
         for kind in model.layers
     )

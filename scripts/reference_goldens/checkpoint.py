@@ -63,7 +63,7 @@ def choose_norm_centre(case: Case, name: str) -> float:
     is_gemma, is_gemma4 = case.family.startswith("gemma"), case.family.startswith("gemma4")
     is_hybrid = case.family.startswith(("qwen3_next", "qwen3_5")) and not name.endswith("linear_attn.norm.weight")
     scale = 1.0
-    if name == "model.norm.weight":
+    if name in ("model.norm.weight", "model.embedding_norm.weight"):
         scale = case.final_norm
     elif is_gemma and "post_" in name:
         scale = 3.0
@@ -103,7 +103,7 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
 def fill_weights(case: Case, model: Model, seed: int) -> None:
     """Sets every parameter of `model` from `seed`."""
     with torch.no_grad():
-        learned = ("e_score_correction_bias", "layer_scalar")
+        learned = ("e_score_correction_bias", "expert_bias", "layer_scalar")
         buffers = [each for each in model.named_buffers() if each[0].endswith(learned)]
         for name, parameter in [*model.named_parameters(), *buffers]:
             parameter.copy_(draw_weight(case, name, tuple(parameter.shape), seed))

@@ -1,8 +1,8 @@
-"""The golden cases of families with Gated DeltaNet beside attention."""
+"""The golden cases of families with recurrent states beside attention."""
 
 from __future__ import annotations
 
-from .spec import Case, scale_rope
+from .spec import TIED, Case, scale_rope
 
 _SMALL = {
     "hidden_size": 24,
@@ -27,7 +27,7 @@ _WHOLE = {"rope_parameters": scale_rope(rope_type="default", partial_rotary_fact
 
 
 def list_hybrid_cases() -> list[Case]:
-    """Qwen3-Next, and Qwen 3.5 dense and with experts."""
+    """Qwen3-Next, Qwen 3.5 dense and with experts, and families with other blocks."""
     return [
         Case(
             "qwen3_next",
@@ -57,5 +57,43 @@ def list_hybrid_cases() -> list[Case]:
             {**_SMALL, **_EXPERTS},
             ablations=({"num_experts_per_tok": 1},),
             experts="joined",
+        ),
+        Case(
+            "lfm2",
+            "lfm2",
+            "short convolutions of 4 with biases, norms of q and k, feed-forward columns that are rounded up",
+            {
+                "hidden_size": 24,
+                "intermediate_size": 60,
+                "block_multiple_of": 16,
+                "num_hidden_layers": 3,
+                "layer_types": ["conv", "full_attention", "conv"],
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "conv_L_cache": 4,
+                "conv_bias": True,
+                "tie_word_embeddings": False,
+            },
+            ablations=({"block_auto_adjust_ff_dim": False, "intermediate_size": 48, "norm_eps": 0.1},),
+        ),
+        Case(
+            "lfm2_moe",
+            "lfm2_moe",
+            "convolutions of 3, a dense layer before experts that are chosen by sigmoids and a correction, tied head",
+            {
+                "hidden_size": 24,
+                "intermediate_size": 40,
+                "num_hidden_layers": 3,
+                "layer_types": ["conv", "full_attention", "conv"],
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "num_dense_layers": 1,
+                "num_experts": 6,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 12,
+                "routed_scaling_factor": 1.5,
+            },
+            ablations=({"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}),
+            **TIED,
         ),
     ]

@@ -61,7 +61,9 @@ def test_a_preempted_row_goes_on_from_its_snapshot_or_begins_again(
     assert [output.outputs[0].token_ids for output in outputs] == alone
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", pytest.param("qwen3_5_moe", marks=THOROUGH)])
+@pytest.mark.parametrize(
+    "case", ["qwen3_5", *(pytest.param(name, marks=THOROUGH) for name in ("qwen3_5_moe", "lfm2", "lfm2_moe"))]
+)
 def test_other_families_give_the_tokens_of_the_reference(case: str, engines: Engines) -> None:
     golden = load_case(case)
     assert generate_ids(engines.get(make_llm, case), golden.prompts, greedy(64)) == golden.greedy

@@ -47,6 +47,8 @@ HYBRID = EXPERTS | {"model_type": "qwen3_next"}
 HYBRID |= {"shared_expert_intermediate_size": 64, "linear_num_key_heads": 4}
 HYBRID |= {"linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
 HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
+LFM2 = {**LLAMA, "model_type": "lfm2", "num_key_value_heads": 2, "block_multiple_of": 32, "conv_bias": True}
+LFM2 |= {"layer_types": ["conv", "full_attention"]}
 ENCODER = {key: value for key, value in LLAMA.items() if key != "head_dim"} | {"model_type": "bert"}
 MODERNBERT = {**ENCODER, "model_type": "modernbert", "num_hidden_layers": 4, "local_attention": 8}
 CASES = {
@@ -87,6 +89,7 @@ CASES = {
     "latents": (DEEPSEEK, "stacked"),
     "states_by_key_head": (HYBRID, "stacked"),
     "states_by_key_head_unrolled": (HYBRID | {"layer_types": ["full_attention", "linear_attention"]}, "unrolled"),
+    "channels_of_convolutions": (LFM2, "stacked"),
     "latents_of_keys_only_unrolled": (DEEPSEEK | {"q_lora_rank": None}, "unrolled"),
 }
 DRAFTER = "eagle3"
@@ -103,6 +106,8 @@ def list_split_axes(leaves: object, *, by_expert: bool) -> dict[str, int]:
     attention = {"q_b": -1, "k_b": -3, "v_b": -3, "o": -2}
     if "qkvz" in leaves:
         attention = {"qkvz": -1, "ba": -1, "o": -2}
+    elif "bcx" in leaves:
+        attention = {"bcx": -1, "o": -2}
     elif "qkv" in leaves:
         attention = {"qkv": -1, "o": -2}
     if "experts" not in leaves:

@@ -39,7 +39,7 @@ MORE = {
     *("gemma2_bf16", "gemma2_f16", "qwen3_moe_bf16", "deepseek_v3_bf16", "deepseek_v2_greedy", "cohere2_bias"),
     *("cohere_qk_norm", "glm4_no_bias", "glm4_moe_qk_norm", "glm4_moe_lite", "gpt_neox_sequential", "granite_bias"),
     *("mistral", "mixtral_packed", "olmo3_bias_ropes", "phi3", "phi3_longrope_short", "qwen2", "qwen3"),
-    *("smollm3_window", "starcoder2_window", "gemma4_text_moe", "gpt_oss_mxfp4", "qwen3_5_moe"),
+    *("smollm3_window", "starcoder2_window", "gemma4_text_moe", "gpt_oss_mxfp4", "qwen3_5_moe", "lfm2"),
 }
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 assert {*CASES} >= QUICK | MORE, "a golden was renamed"

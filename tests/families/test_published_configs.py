@@ -36,6 +36,8 @@ PARAMETERS = {
     "gpt-oss-120b": 116_829_156_672,
     "granite-3.3-8b": 8_170_864_640,
     "kimi-k2": 1_026_408_232_448,
+    "lfm2-1.2b": 1_170_340_608,
+    "lfm2-8b-a1b": 8_339_929_856 + 22 * 32,  # with the corrections of its routers, which are no parameters there
     "llama-2-7b": 6_738_415_616,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
