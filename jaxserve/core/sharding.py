@@ -78,6 +78,7 @@ DEFAULT_RULES = AxisRules(
         ("vocab", TENSOR_AXIS),
         ("heads", TENSOR_AXIS),
         ("kv_heads", TENSOR_AXIS),
+        ("groups", TENSOR_AXIS),
         ("channels", TENSOR_AXIS),
         ("ffn", TENSOR_AXIS),
         ("experts", TENSOR_AXIS),

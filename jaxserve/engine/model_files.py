@@ -161,21 +161,16 @@ def resolve_model(
 def _set_state_dtype(model: DecoderConfig, dtype: str) -> DecoderConfig:
     """Returns the model's config with recurrent states of the dtype that the option names."""
     from jaxserve.core.layers.gated_delta import GatedDeltaConfig
+    from jaxserve.core.layers.mamba2 import Mamba2Config
 
     if dtype == "auto":
         return model
-    stateful = GatedDeltaConfig
-    if not any(isinstance(kind.mixer, stateful) for kind in model.layers):
+    kinds = (GatedDeltaConfig, Mamba2Config)
+    if not any(isinstance(kind.mixer, kinds) for kind in model.layers):
         kept = "last inputs only" if model.states else "no recurrent state"
         message = f"{model.family} keeps {kept}; leave it out"
         raise ConfigError(message, field="mamba_ssm_cache_dtype", value=dtype)
-    layers = (
-        dataclasses.replace(kind, mixer=dataclasses.replace(kind.mixer, state_dtype=dtype))
-        if isinstance(kind.mixer, stateful)
-        else kind
-        for kind in model.layers
-    )
-    return dataclasses.replace(model, layers=tuple(layers))
+    return model.change_mixers(kinds, partial(dataclasses.replace, state_dtype=dtype))
 
 
 def _choose_length(config: EngineConfig, files: ModelFiles, model: DecoderConfig) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from jaxserve.core.layers.embedding import AddedEmbeddings
-from jaxserve.core.layers.mlp import plain_mlp
 from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table, Trunk
 from jaxserve.core.models.blocks import post_norm_layer
 from jaxserve.core.models.common import build_config, make_encoder, read_attention, read_mlp, read_norm, read_num_layers
@@ -59,7 +57,8 @@ def read_encoder(config: HFConfig, family: str, *, first_position: int) -> Decod
     """Returns the model of a config.json with BERT's keys, whose texts begin at row `first_position` of positions."""
     config.require(position_embedding_type="absolute")
     config.require_off("is_decoder", "add_cross_attention")
-    kind = LayerKind(read_attention(config, qkv_bias=True, out_bias=True), None, None, read_mlp(config, bias=True))
+    mlp = read_mlp(config, bias=True, gated=False)
+    kind = LayerKind(read_attention(config, qkv_bias=True, out_bias=True), None, None, mlp)
     rows = config.integer("max_position_embeddings")
     model = build_encoder(config, family, kind, AddedEmbeddings(rows, first_position))
     longest = rows - first_position
@@ -110,7 +109,7 @@ FAMILY = Family(
     "BertModel",
     KEYS,
     parse,
-    partial(post_norm_layer, mlp=plain_mlp),
+    post_norm_layer,
     list_layer_params,
     ignored_keys=IGNORED_KEYS,
     trunk=name_trunk("bert"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from jaxserve.core.layers.attention import AttentionConfig
-from jaxserve.core.layers.mlp import plain_mlp
 from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table, Trunk
 from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import DECODER_KEYS, build_config, omit, read_mlp, read_norm, read_num_layers
@@ -39,7 +37,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     new = config.mapping("rope_scaling") or config.mapping("rope_parameters")
     parameters = old | {key: value for key, value in new.items() if value is not None}
     rope = parse_rope(parameters, head_dim=attention.head_dim, max_position_embeddings=length, partial=True)
-    kind = LayerKind(attention, window=None, rope=rope, mlp=read_mlp(config, bias=True))
+    kind = LayerKind(attention, window=None, rope=rope, mlp=read_mlp(config, bias=True, gated=False))
     decoder = build_config(
         config,
         "gpt_neox",
@@ -69,7 +67,7 @@ FAMILY = Family(
     "GPTNeoXForCausalLM",
     KEYS,
     parse,
-    partial(pre_norm_layer, mlp=plain_mlp),
+    pre_norm_layer,
     list_layer_params,
     ignored_keys=(*_NOT_READ, "attention_probs_dropout_prob", "hidden_dropout_prob", "custom_pipelines"),
     trunk=Trunk("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),

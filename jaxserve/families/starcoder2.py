@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from jaxserve.core.layers.mlp import plain_mlp
 from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import (
@@ -42,7 +39,7 @@ def parse(config: HFConfig) -> DecoderConfig:
     bias = config.flag("use_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias)
     rope, window = read_rope(config, attention.head_dim), config.optional_integer("sliding_window")
-    kind = LayerKind(attention, window, rope, read_mlp(config, bias=bias))
+    kind = LayerKind(attention, window, rope, read_mlp(config, bias=bias, gated=False))
     return build_config(
         config,
         "starcoder2",
@@ -62,7 +59,7 @@ FAMILY = Family(
     "Starcoder2ForCausalLM",
     KEYS,
     parse,
-    partial(pre_norm_layer, mlp=plain_mlp),
+    pre_norm_layer,
     list_layer_params,
     ignored_keys=(
         "activation_function",

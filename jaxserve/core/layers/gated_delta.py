@@ -37,7 +37,8 @@ class GatedDeltaConfig:
     """Sizes and state of the block; `num_value_heads` is a multiple of `num_key_heads`.
 
     `conv_size` counts the inputs of the convolution, the token's own included. `state_dtype` is that of the heads'
-    states; the inputs that are kept have the model's. On a mesh, devices share the key heads.
+    states; the inputs that are kept have the model's. On a mesh, devices share the key heads. `beta_scale` multiplies
+    the sigmoids that beta is made of: with 2, what a token changes may be turned round.
     """
 
     num_key_heads: int
@@ -47,6 +48,7 @@ class GatedDeltaConfig:
     conv_size: int
     activation: str
     state_dtype: str = "float32"
+    beta_scale: float = 1.0
 
     causal = True
 
@@ -127,7 +129,8 @@ def _mix_here(
     inputs = write_slots(pool[_INPUTS], offset, slots.write, kept.reshape(len(kept), *pool[_INPUTS].shape[2:]))
     b, a = jnp.split(ba.astype(jnp.float32).reshape(tokens, sizes.keys, -1), 2, axis=-1)
     steps = jax.nn.softplus(a.reshape(tokens, -1) + leaves["decay_bias"])
-    read = RuleInputs(channels, -jnp.exp(leaves["decay"]) * steps, jax.nn.sigmoid(b).reshape(tokens, -1))
+    beta = config.beta_scale * jax.nn.sigmoid(b).reshape(tokens, -1)
+    read = RuleInputs(channels, -jnp.exp(leaves["decay"]) * steps, beta)
     out, state = apply_rule(sizes, read, pool[_STATE], offset, batch, slots)
     normed = leaves["out_norm"] * normalize_plainly(norm, out)
     gates = gates.reshape(normed.shape).astype(jnp.float32)

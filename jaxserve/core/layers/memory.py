@@ -77,3 +77,15 @@ class Mixer(Protocol):
     def num_activations(self) -> int:
         """The numbers that it holds for each token of a step, for estimates of memory."""
         ...
+
+
+@dataclass(frozen=True)
+class NoMixer:
+    """The mixer of a layer that is a feed-forward block only."""
+
+    memory = Nothing()
+    causal = True
+    num_activations = 0
+
+
+NO_MIXER = NoMixer()

@@ -27,7 +27,8 @@ class ClampedGate:
 class MLPConfig:
     """`intermediate_size` is F; `activation` a key of ACTIVATIONS, without effect where the gate is `clamped`.
 
-    `down_bias`: of the last projection, if not as `bias`.
+    `down_bias`: of the last projection, if not as `bias`. Without `gated` there is one product in front of the
+    activation (`plain_mlp`).
     """
 
     intermediate_size: int
@@ -35,11 +36,19 @@ class MLPConfig:
     bias: bool = False
     clamped: ClampedGate | None = None
     down_bias: bool | None = None
+    gated: bool = True
 
     @property
     def learned(self) -> Mapping[str, tuple[int, ...]]:
         """The activation's own parameters: their names in a checkpoint and their shapes there; usually none."""
         return LEARNED.get(self.activation, {})
+
+
+def dense_mlp(
+    config: MLPConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: StepContext
+) -> Float[Array, "T D"]:
+    """Returns the block that the config describes: `gated_mlp` or `plain_mlp`."""
+    return (gated_mlp if config.gated else plain_mlp)(config, leaves, x, ctx)
 
 
 def gated_mlp(
@@ -55,7 +64,7 @@ def apply_gate(
 ) -> Float[Array, "T F"]:
     """Returns activation(gate) * up, or what a clamped gate makes of both."""
     if config.clamped is None:
-        return _activate(config, leaves, gate) * up
+        return activate(config, leaves, gate) * up
     alpha, limit = config.clamped.alpha, config.clamped.limit
     wide = jnp.minimum(gate.astype(jnp.float32), limit)
     weighed = wide * jax.nn.sigmoid(alpha * wide)
@@ -66,9 +75,9 @@ def plain_mlp(
     config: MLPConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: StepContext
 ) -> Float[Array, "T D"]:
     """Returns down(activation(up(x))) from `up` [D, F] and `down` [F, D] (and their biases)."""
-    return linear(ctx, leaves["down"], _activate(config, leaves, linear(ctx, leaves["up"], x)), reduce=True)
+    return linear(ctx, leaves["down"], activate(config, leaves, linear(ctx, leaves["up"], x)), reduce=True)
 
 
-def _activate(config: MLPConfig, leaves: Mapping[str, Any], x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+def activate(config: MLPConfig, leaves: Mapping[str, Any], x: Float[Array, "T F"]) -> Float[Array, "T F"]:
     """Returns activation(x); `act` [P], always float32, holds the activation's own parameters if it has any."""
     return ACTIVATIONS[config.activation](x.astype(jnp.float32), *leaves.get("act", ())).astype(x.dtype)

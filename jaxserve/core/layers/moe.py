@@ -15,14 +15,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.context import LayerContext, StepContext
 from jaxserve.core.layers.linear import linear
-from jaxserve.core.layers.mlp import MLPConfig, apply_gate, gated_mlp
+from jaxserve.core.layers.mlp import MLPConfig, activate, apply_gate, dense_mlp
 from jaxserve.core.layers.router import RouterConfig, route
 from jaxserve.core.layers.stack import InStack, unstack
 from jaxserve.core.sharding import DEFAULT_RULES, TENSOR_AXIS, Axes
 from pallas_kernels import QuantizedArray, grouped_matmul
 
 EXPERTS = "experts"
-"""The leaf of all experts of a layer: `gate_up` [2, E, D, F] and `down` [E, F, D]; biases have no second last axis."""
+"""The leaf of all experts of a layer: `gate_up` [2, E, D, F], or without gates `up` [E, D, F], and `down` [E, F, D];
+biases have no second last axis."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class _Groups(NamedTuple):
 def feed_forward(
     config: MLPConfig | MoEConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: LayerContext
 ) -> Float[Array, "T D"]:
-    """Returns the feed-forward block that the layer has: `mix_experts` or `gated_mlp`."""
-    return (mix_experts if isinstance(config, MoEConfig) else gated_mlp)(config, leaves, x, ctx)
+    """Returns the feed-forward block that the layer has: `mix_experts` or `dense_mlp`."""
+    return (mix_experts if isinstance(config, MoEConfig) else dense_mlp)(config, leaves, x, ctx)
 
 
 def mix_experts(
@@ -69,7 +70,7 @@ def mix_experts(
 ) -> Float[Array, "T D"]:
     """Returns the weighted sum of each token's experts, plus the shared block's answer.
 
-    Parameters: `router` (`route`), `experts` and, where there is a shared block, `shared` (`gated_mlp`) and
+    Parameters: `router` (`route`), `experts` and, where there is a shared block, `shared` (`dense_mlp`) and
     `shared_gate` [D, 1]. Padding tokens go to no expert. On a mesh, all devices route all tokens, each computes what
     its parameters give, and one sum makes the answer. `router_input` is what the router reads, if not `x`.
     """
@@ -100,7 +101,7 @@ def _mix(
     out = _run_experts(config, leaves[EXPERTS], x, _keep_local(config, leaves, experts, num_tokens), weights)
     if config.shared is None:
         return out
-    shared = gated_mlp(config.shared, leaves["shared"], x, here)
+    shared = dense_mlp(config.shared, leaves["shared"], x, here)
     if config.gated_shared:
         shared = jax.nn.sigmoid(linear(here, leaves["shared_gate"], x)) * shared
     return out + shared
@@ -132,8 +133,13 @@ def _run_experts(
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.sum(flat[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     groups = _Groups(sizes, flat[order])
-    gate, up = _multiply(config, leaves["gate_up"], x[order // top_k], groups, parts=2)
-    hidden = apply_gate(config.expert, leaves, gate, up)
+    rows = x[order // top_k]
+    if config.expert.gated:
+        gate, up = _multiply(config, leaves["gate_up"], rows, groups, parts=2)
+        hidden = apply_gate(config.expert, leaves, gate, up)
+    else:
+        (up,) = _multiply(config, leaves["up"], rows, groups, parts=1)
+        hidden = activate(config.expert, leaves, up)
     (answers,) = _multiply(config, leaves["down"], hidden, groups, parts=1)
     places = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
     places = places.reshape(experts.shape)
@@ -186,7 +192,8 @@ def _add_once(config: MoEConfig, leaves: Mapping[str, Any]) -> Mapping[str, Any]
 def _split(config: MoEConfig, name: str, leaf: Any) -> Any:
     """Returns how the leaf `name` of a layer lies on the mesh."""
     expert, column = config.expert_axes if name == EXPERTS else (None, "ffn")
-    axes_of: dict[str, Axes] = {"gate_up": (expert, None, column), "down": (expert, column, None)}
+    wide: Axes = (expert, None, column)
+    axes_of: dict[str, Axes] = {"gate_up": wide, "up": wide, "down": (expert, column, None)}
 
     def split(path: Any, array: jax.Array) -> PartitionSpec:
         axes = axes_of.get(path[0].key, ())

@@ -129,6 +129,8 @@ class KVGroup:
 class LayerKind:
     """What may differ between the layers of one model. `rope` is None in a layer without rotation.
 
+    A layer of a single block has `NO_MIXER`, or no `mlp`.
+
     `window`: tokens a query sees, itself included, or without causal masks those on each side of it; None for all.
     `page_owner` is the earlier layer in whose pages its keys and values are; None where it has its own pages.
     """
@@ -136,7 +138,7 @@ class LayerKind:
     mixer: Mixer
     window: int | None
     rope: RopeConfig | None
-    mlp: MLPConfig | MoEConfig
+    mlp: MLPConfig | MoEConfig | None
     page_owner: int | None = None
 
     @property
@@ -297,9 +299,13 @@ class DecoderConfig:
 
     def change_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> DecoderConfig:
         """Returns the config with the attention of every layer that has one replaced by what `change` makes of it."""
+        return self.change_mixers(AttentionConfig, change)
+
+    def change_mixers[M: Mixer](self, kinds: type[M] | tuple[type[M], ...], change: Callable[[M], M]) -> DecoderConfig:
+        """Returns the config with every mixer of some types replaced by what `change` makes of it."""
         layers = (
-            dataclasses.replace(kind, mixer=change(kind.mixer)) if isinstance(kind.mixer, AttentionConfig) else kind
-            for kind in self.layers
+            dataclasses.replace(layer, mixer=change(layer.mixer)) if isinstance(layer.mixer, kinds) else layer
+            for layer in self.layers
         )
         return dataclasses.replace(self, layers=tuple(layers))
 

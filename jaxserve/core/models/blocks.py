@@ -13,7 +13,8 @@ from jaxserve.core.layers.attention import AttentionConfig, attend
 from jaxserve.core.layers.context import LayerContext
 from jaxserve.core.layers.gated_delta import GatedDeltaConfig, mix_by_delta_rule
 from jaxserve.core.layers.latent_attention import attend_latent
-from jaxserve.core.layers.memory import Mixer
+from jaxserve.core.layers.mamba2 import Mamba2Config, mix_by_state_space
+from jaxserve.core.layers.memory import Mixer, NoMixer
 from jaxserve.core.layers.moe import feed_forward
 from jaxserve.core.layers.norm import NormConfig, normalize
 from jaxserve.core.layers.short_conv import ShortConvConfig, mix_by_convolution
@@ -28,11 +29,11 @@ def pre_norm_layer(
     ctx: LayerContext,
     *,
     attend: Callable[..., tuple[Stream, Any]] = attend,
-    mlp: Callable[..., Stream] = feed_forward,
 ) -> tuple[Stream, Any]:
     """A norm before each block, as in Llama; `attend` is the layer's mixer.
 
-    With `config.parallel` both blocks read the layer's input. Their outputs are scaled by `config.residual_scale`.
+    With `config.parallel` both blocks read the layer's input. Their outputs are scaled by `config.residual_scale`. A
+    layer may have one block only.
     """
 
     def scale(block: Stream) -> Stream:
@@ -40,16 +41,20 @@ def pre_norm_layer(
             return block
         return (block.astype(jnp.float32) * config.residual_scale).astype(block.dtype)
 
-    norm = config.norm
-    mixed, kept = attend(kind.mixer, norm, leaves, normalize(norm, leaves.get("attn_norm"), x), ctx)
-    summed = x + scale(mixed)
-    fed = mlp(kind.mlp, leaves, normalize(norm, leaves.get("mlp_norm"), x if config.parallel else summed), ctx)
+    norm, summed, kept = config.norm, x, ctx.pool
+    if not isinstance(kind.mixer, NoMixer):
+        mixed, kept = attend(kind.mixer, norm, leaves, normalize(norm, leaves.get("attn_norm"), x), ctx)
+        summed = x + scale(mixed)
+    if kind.mlp is None:
+        return summed, kept
+    fed = feed_forward(kind.mlp, leaves, normalize(norm, leaves.get("mlp_norm"), x if config.parallel else summed), ctx)
     return summed + scale(fed), kept
 
 
 _MIXERS: dict[type, Callable[..., tuple[Stream, Any]]] = {
     AttentionConfig: attend,
     GatedDeltaConfig: mix_by_delta_rule,
+    Mamba2Config: mix_by_state_space,
     ShortConvConfig: mix_by_convolution,
 }
 
@@ -69,14 +74,12 @@ def post_norm_layer(
     leaves: Leaves,
     x: Stream,
     ctx: LayerContext,
-    *,
-    mlp: Callable[..., Stream] = feed_forward,
 ) -> tuple[Stream, jax.Array]:
     """A norm after each sum, as in BERT."""
     norm = config.norm
     attended, pages = attend(kind.attention, norm, leaves, x, ctx)
     x = normalize(norm, leaves["attn_norm"], x + attended)
-    return normalize(norm, leaves["mlp_norm"], x + mlp(kind.mlp, leaves, x, ctx)), pages
+    return normalize(norm, leaves["mlp_norm"], x + feed_forward(kind.mlp, leaves, x, ctx)), pages
 
 
 latent_layer = partial(pre_norm_layer, attend=attend_latent)

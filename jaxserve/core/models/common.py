@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxserve.core.layers.activations import ACTIVATIONS
@@ -154,16 +155,24 @@ def read_mlp(
     size_key: str = "intermediate_size",
     activation_key: str = "hidden_act",
     bias: bool = False,
+    gated: bool = True,
 ) -> MLPConfig:
     """Returns the feed-forward block."""
-    return MLPConfig(config.integer(size_key), config.choice(activation_key, ACTIVATIONS), bias)
+    return MLPConfig(config.integer(size_key), config.choice(activation_key, ACTIVATIONS), bias, gated=gated)
 
 
-def read_layer_types(config: HFConfig, default: list[str], other: str = _SLIDING) -> list[str]:
-    """Returns "full_attention" or `other` per layer: the file's `layer_types`, else `default`."""
+def read_layer_types(
+    config: HFConfig, default: list[str], other: str = _SLIDING, older: Mapping[str, str] | None = None
+) -> list[str]:
+    """Returns "full_attention" or `other` per layer: the file's `layer_types`, else `default`.
+
+    `older` are names that other files have for these.
+    """
     types, num_layers = config.get("layer_types"), read_num_layers(config)
     if types is None:
         return default
+    if older is not None and isinstance(types, list):
+        types = [older.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in (_FULL, other) for kind in types):
         raise ConfigError(
             f"must be {num_layers} entries of {_FULL} or {other}, not {shorten(types)}",

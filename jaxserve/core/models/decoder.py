@@ -16,6 +16,7 @@ from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.context import LayerContext, StateSlots
 from jaxserve.core.layers.embedding import add_embeddings, embed_tokens, project_to_vocab, split_types
 from jaxserve.core.layers.layer_inputs import make_layer_inputs
+from jaxserve.core.layers.mamba2 import Mamba2Config
 from jaxserve.core.layers.moe import MoEConfig
 from jaxserve.core.layers.norm import normalize
 from jaxserve.core.layers.rope import rotary_table
@@ -28,7 +29,7 @@ Pools = tuple[Any, ...]
 """The pools of a model: of pages [num_pages, 2K, page_size, H] each, then of each recurrent state, arrays by name."""
 
 # What devices share of states, in words, by the axes of states.
-_STATE_PARTS = {"kv_heads": "key heads", "heads": "value heads", "channels": "channels"}
+_STATE_PARTS = {"kv_heads": "key heads", "heads": "value heads", "groups": "groups", "channels": "channels"}
 _MAX_DEVICES = 64  # largest tensor parallel size that an error suggests
 
 
@@ -152,7 +153,8 @@ def normalize_last(
 def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_parallel: bool = False) -> DecoderConfig:
     """Returns the config whose specs and sources fit a mesh of this size.
 
-    KV heads fewer than devices are repeated, so that each device holds one. If the vocabulary does not divide, the
+    KV heads fewer than devices are repeated, so that each device holds one, and so is the only group of Mamba-2's
+    heads. If the vocabulary does not divide, the
     embedding and the head are whole on every device. With `expert_parallel` a device holds whole experts, else a slice
     of each. If anything else does not divide, ConfigError names sizes that work.
     """
@@ -168,7 +170,7 @@ def fit_devices(config: DecoderConfig, tensor_parallel_size: int, *, expert_para
             field="tensor_parallel_size",
             value=tensor_parallel_size,
         )
-    config = config.change_attention(partial(_repeat_heads, tensor_parallel_size))
+    config = _repeat_group(tensor_parallel_size, config.change_attention(partial(_repeat_heads, tensor_parallel_size)))
     shard_vocab = config.vocab_size % tensor_parallel_size == 0
     embedding = dataclasses.replace(config.embedding, shard_vocab=shard_vocab)
     quantization = config.quantization
@@ -182,6 +184,15 @@ def _repeat_heads(num_devices: int, attention: AttentionConfig) -> AttentionConf
     return dataclasses.replace(
         attention, num_kv_heads=attention.num_kv_heads * repeats, kv_repeats=attention.kv_repeats * repeats
     )
+
+
+def _repeat_group(num_devices: int, config: DecoderConfig) -> DecoderConfig:
+    def repeat(mamba: Mamba2Config) -> Mamba2Config:
+        if mamba.num_groups > 1 or mamba.num_heads % num_devices:
+            return mamba
+        return dataclasses.replace(mamba, num_groups=num_devices, group_repeats=num_devices)
+
+    return config.change_mixers(Mamba2Config, repeat)
 
 
 def _place_experts(kind: LayerKind, by_expert: bool) -> LayerKind:
@@ -205,8 +216,9 @@ def _list_divisible(config: DecoderConfig) -> set[tuple[str, int]]:
     """Returns what devices share of feed-forward blocks and states, in words for users, and how many there are."""
     arrays = {array for state, _ in config.states for array in state.arrays}
     axes = {(axis, size) for array in arrays for axis, size in zip(array.axes, array.shape, strict=True)}
+    axes -= {("groups", 1)}  # which is repeated
     found = {(f"{_STATE_PARTS[axis]} of a recurrent state", size) for axis, size in axes if axis is not None}
-    for mlp in {kind.mlp for kind in config.layers}:
+    for mlp in {kind.mlp for kind in config.layers} - {None}:
         dense = mlp.shared if isinstance(mlp, MoEConfig) else mlp
         if dense is not None:
             found.add(("feed-forward columns", dense.intermediate_size))

@@ -1,9 +1,9 @@
 """The parameters of a mixture of experts.
 
-Canonical names per layer: `router.weight` [D, E], `experts.gate_up.weight` [2, E, D, F], `experts.down.weight`
-[E, F, D] and, where the model has them, `router.bias` and `router.scales` [E], `router.correction` [E] (always
-float32), `experts.gate_up.bias` [2, E, F], `experts.down.bias` [E, D], `shared.gate_up.weight`, `shared.down.weight`
-and `shared_gate.weight` [D, 1].
+Canonical names per layer: `router.weight` [D, E], `experts.gate_up.weight` [2, E, D, F] or, without gates,
+`experts.up.weight` [E, D, F], `experts.down.weight` [E, F, D] and, where the model has them, `router.bias` and
+`router.scales` [E], `router.correction` [E] (always float32), `experts.gate_up.bias` [2, E, F], `experts.down.bias`
+[E, D], `shared.gate_up.weight` or `shared.up.weight`, `shared.down.weight` and `shared_gate.weight` [D, 1].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.core.layers.moe import MoEConfig
 from jaxserve.core.models.base import CheckpointLayer, HostArray, Parameter, ParamSpec, Table, WeightSource
 from jaxserve.core.models.layouts import Assembled, StackedParts, stack_matrices, transpose
-from jaxserve.core.models.parameters import linear_params, make_source, mlp_params
+from jaxserve.core.models.parameters import linear_params, make_source, mlp_params, plain_mlp_params
 from jaxserve.core.sharding import Axes
 
 
@@ -54,7 +54,11 @@ def moe_params(
     modules = layer.tensor(f"{module}.experts"), layer.tensor(f"{packed_module}.experts")
     table |= expert_params(layer, moe, *modules, projections)
     if moe.shared is not None:
-        inner = mlp_params(layer, moe.shared, f"{module}.{shared}")
+        if moe.shared.gated:
+            inner = mlp_params(layer, moe.shared, f"{module}.{shared}")
+        else:
+            up, down = (f"{module}.{shared}.{name}" for name in projections[1:])
+            inner = plain_mlp_params(layer, up=up, down=down, mlp=moe.shared)
         table |= {f"shared.{name}": parameter for name, parameter in inner.items()}
     if moe.gated_shared:
         gate = {layer.tensor(f"{module}.{shared}_gate"): 1}
@@ -90,24 +94,48 @@ def expert_params(
 ) -> Table:
     """Returns the experts alone, of a tensor each below `module`, or of one for all below `packed`."""
     hidden, size, count = layer.config.hidden_size, moe.expert.intermediate_size, moe.router.num_experts
-    expert, column = moe.expert_axes
     gate, up, down = projections
-    gate_up = dataclasses.replace(
-        _single_source(module, (gate, up), count, (size, hidden), _stack_pairs),
-        otherwise=make_source((f"{packed}.gate_up_proj",), ((count, 2 * size, hidden),), _split_pairs),
+    first = (gate, up) if moe.expert.gated else (up,)
+    build = _stack_pairs if moe.expert.gated else _stack_all
+    wide = _single_source(module, first, count, (size, hidden), build)
+    narrow = _single_source(module, (down,), count, (hidden, size), _stack_all)
+    names = (f"{packed}.{'gate_' * moe.expert.gated}up_proj", f"{packed}.down_proj")
+    others = _packed_sources(layer, moe, names)
+    sources = (dataclasses.replace(one, otherwise=other) for one, other in zip((wide, narrow), others, strict=True))
+    return _list_experts(layer, moe, *sources)
+
+
+def packed_expert_params(layer: CheckpointLayer, moe: MoEConfig, module: str, names: tuple[str, str]) -> Table:
+    """Returns experts of one tensor each for gate and up, and for down: `names` below `module`, or transformers 5's."""
+    older = _packed_sources(layer, moe, tuple(f"{module}.{name}" for name in names))
+    newer = _packed_sources(layer, moe, (f"{module}.experts.gate_up_proj", f"{module}.experts.down_proj"))
+    sources = (dataclasses.replace(one, otherwise=other) for one, other in zip(older, newer, strict=True))
+    return _list_experts(layer, moe, *sources)
+
+
+def _packed_sources(
+    layer: CheckpointLayer, moe: MoEConfig, names: tuple[str, ...]
+) -> tuple[WeightSource, WeightSource]:
+    """Returns the sources of all experts in one tensor each, [E, 2F, D] or [E, F, D], and [E, D, F]."""
+    hidden, size, count = layer.config.hidden_size, moe.expert.intermediate_size, moe.router.num_experts
+    parts, build = (2, _split_pairs) if moe.expert.gated else (1, stack_matrices)
+    wide, narrow = names
+    return (
+        make_source((wide,), ((count, parts * size, hidden),), build),
+        make_source((narrow,), ((count, hidden, size),), stack_matrices),
     )
-    downs = dataclasses.replace(
-        _single_source(module, (down,), count, (hidden, size), lambda *each: stack_matrices(each)),
-        otherwise=make_source((f"{packed}.down_proj",), ((count, hidden, size),), stack_matrices),
-    )
-    return {
-        "experts.gate_up.weight": expert_parameter(
-            layer, (2, count, hidden, size), (None, expert, None, column), gate_up, expert_axis=1
-        ),
-        "experts.down.weight": expert_parameter(
-            layer, (count, size, hidden), (expert, column, None), downs, expert_axis=0
-        ),
-    }
+
+
+def _list_experts(layer: CheckpointLayer, moe: MoEConfig, wide: WeightSource, narrow: WeightSource) -> Table:
+    hidden, size, count = layer.config.hidden_size, moe.expert.intermediate_size, moe.router.num_experts
+    expert, column = moe.expert_axes
+    shape, axes = (count, hidden, size), (expert, None, column)
+    down = expert_parameter(layer, (count, size, hidden), (expert, column, None), narrow, expert_axis=0)
+    if not moe.expert.gated:
+        up = expert_parameter(layer, shape, axes, wide, expert_axis=0)
+        return {"experts.up.weight": up, "experts.down.weight": down}
+    gate_up = expert_parameter(layer, (2, *shape), (None, *axes), wide, expert_axis=1)
+    return {"experts.gate_up.weight": gate_up, "experts.down.weight": down}
 
 
 def expert_parameter(
@@ -129,6 +157,10 @@ def _single_source(
     """Returns the source of tensors [out, in] of one expert each, all experts of the first part first."""
     names = tuple(f"{module}.{index}.{part}.weight" for part in parts for index in range(count))
     return make_source(names, (shape,) * len(names), build)
+
+
+def _stack_all(*tensors: np.ndarray) -> Assembled:
+    return stack_matrices(tensors)
 
 
 def _stack_pairs(*tensors: np.ndarray) -> Assembled:

@@ -45,6 +45,7 @@ def read_experts(
     size_key: str = "moe_intermediate_size",
     shared_size: int = 0,
     gated_shared: bool = False,
+    gated: bool = True,
     **router: Any,
 ) -> MoEConfig:
     """Returns the mixture of experts.
@@ -54,12 +55,13 @@ def read_experts(
         size_key: the key of an expert's columns.
         shared_size: columns of the block that every token goes through, 0 for none.
         gated_shared: whether that block has a gate.
+        gated: whether experts and that block have gates inside.
         router: fields of RouterConfig.
     """
     top_k = config.integer("num_experts_per_tok")
     if top_k > count:
         raise ConfigError(f"{top_k} of {count} experts is not possible", field="num_experts_per_tok", value=top_k)
-    expert = read_mlp(config, size_key=size_key)
+    expert = read_mlp(config, size_key=size_key, gated=gated)
     if expert.learned:
         message = "has parameters of its own, which experts do not have"
         raise ConfigError(message, field="hidden_act", value=expert.activation)

@@ -203,18 +203,22 @@ def fused_mlp_params(
     gate_up: str = "mlp.gate_up_proj",
     down: str = "mlp.down_proj",
     up_first: bool = False,
+    mlp: MLPConfig | None = None,
 ) -> Table:
-    """Returns `gate_up` and `down` where one module holds all rows of gate, then of up; or, `up_first`, of up first."""
-    mlp = layer.dense_mlp
+    """Returns `gate_up` and `down` where one module holds all rows of gate, then of up; or, `up_first`, of up first.
+
+    `mlp` is the layer's by default.
+    """
+    mlp = layer.dense_mlp if mlp is None else mlp
     modules = {layer.tensor(gate_up): 2 * mlp.intermediate_size}
     order = -1 if up_first else 1
     table = _gate_up_params(layer.config, mlp, modules, lambda tensor: fuse_gate_up(*np.split(tensor, 2)[::order]))
     return table | _down_params(layer, mlp, down, "mlp.activation_fn")
 
 
-def plain_mlp_params(layer: CheckpointLayer, *, up: str, down: str) -> Table:
-    """Returns `up` and `down` of a feed-forward block without a gate."""
-    config, mlp = layer.config, layer.dense_mlp
+def plain_mlp_params(layer: CheckpointLayer, *, up: str, down: str, mlp: MLPConfig | None = None) -> Table:
+    """Returns `up` and `down` of a feed-forward block without a gate; `mlp` is the layer's by default."""
+    config, mlp = layer.config, layer.dense_mlp if mlp is None else mlp
     shape = (config.hidden_size, mlp.intermediate_size)
     modules = {layer.tensor(up): shape[1]}
     table = linear_params(config, "up", modules, shape, (None, "ffn"), transpose, bias=mlp.bias)

@@ -52,8 +52,11 @@ def _list_matrices(model: DecoderConfig, sizes: Sequence[int]) -> list[Matrix]:
     paths = {name.partition(".weight")[0] for name in specs if f".{EXPERTS}." in name and ".weight" in name}
     matrices = []
     for size in sizes:
-        for part, width, columns in (("gate_up", model.hidden_size, size), ("down", size, model.hidden_size)):
-            of_part = (path for path in sorted(paths) if path.endswith(f".{part}"))
+        for parts, width, columns in (
+            (("gate_up", "up"), model.hidden_size, size),
+            (("down",), size, model.hidden_size),
+        ):
+            of_part = (path for path in sorted(paths) if path.rpartition(".")[2] in parts)
             forms = dict.fromkeys(read_format(specs, path, width) for path in of_part) or {None: None}
             matrices += [Matrix(width, columns, form) for form in forms]
     return matrices

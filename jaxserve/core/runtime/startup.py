@@ -156,8 +156,10 @@ def estimate_use(shapes: Shapes) -> DeviceUse:
     return _sum_use(shapes, temporaries, num_programs * _CODE_PER_PROGRAM)
 
 
-def _count_columns(mlp: MLPConfig | MoEConfig) -> int:
+def _count_columns(mlp: MLPConfig | MoEConfig | None) -> int:
     """Returns the numbers per token that a feed-forward block holds between its products."""
+    if mlp is None:
+        return 0
     if isinstance(mlp, MLPConfig):
         return 2 * mlp.intermediate_size
     return mlp.router.top_k * 2 * mlp.expert.intermediate_size + (_count_columns(mlp.shared) if mlp.shared else 0)

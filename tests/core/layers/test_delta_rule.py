@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,13 +12,23 @@ import numpy as np
 import pytest
 
 from jaxserve.core.layers.convolution import convolve
-from jaxserve.core.layers.delta_rule import TILE, HeadSizes, RuleInputs, apply_rule, invert_unit_lower
-from jaxserve.core.layers.recurrent import choose_slots
+from jaxserve.core.layers.delta_rule import HeadSizes, RuleInputs, apply_rule, invert_unit_lower
+from jaxserve.core.layers.ragged import TILE
+from tests.core.layers.ragged_steps import (
+    LAYER,
+    MOST,
+    SLOTS,
+    Chunk,
+    Rule,
+    cut,
+    draw_decays,
+    make_pool,
+    run,
+    split_step,
+)
 
 SIZES = HeadSizes(keys=2, group=2, key_dim=16, value_dim=8)
 N, A, B = SIZES.keys * SIZES.group, SIZES.key_dim, SIZES.value_dim
-TOKENS, ROWS, SLOTS, LAYERS, LAYER = 320, 6, 9, 2, 1
-MOST = 1e-5  # error
 
 
 class Text(NamedTuple):
@@ -31,9 +40,6 @@ class Text(NamedTuple):
     decay: np.ndarray
     beta: np.ndarray
 
-    def cut(self, start: int, stop: int) -> Text:
-        return Text(*(each[start:stop] for each in self))
-
 
 def draw_text(random: np.random.Generator, length: int) -> Text:
     """Random tokens; now and then with equal keys, with betas near 1 or of 2, and with no decay or a total one."""
@@ -42,13 +48,7 @@ def draw_text(random: np.random.Generator, length: int) -> Text:
         k[:] = k[:1]
     kinds = {0: lambda: random.random((length, N)), 1: lambda: 0.999, 2: lambda: 2.0}
     beta = np.broadcast_to(kinds[int(random.integers(3))](), (length, N)).astype(np.float32)
-    decays = {
-        0: lambda: 0.0,
-        1: lambda: -30.0,
-        2: lambda: -random.random((length, N)),
-        3: lambda: random.choice([0.0, -1e-3, -30.0], (length, N)),
-    }
-    decay = np.broadcast_to(decays[int(random.integers(4))](), (length, N)).astype(np.float32)
+    decay = draw_decays(random, (length, N))
     return Text(q, k, random.standard_normal((length, N, B)).astype(np.float32), decay, beta)
 
 
@@ -66,63 +66,16 @@ def recur(text: Text, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return answers, state
 
 
-class Chunk(NamedTuple):
-    """Some tokens of a row's text in a step."""
-
-    row: int
-    text: Text
-    start: int
+def apply(channels: Any, decay: Any, beta: Any, *rest: Any) -> tuple[jax.Array, jax.Array]:
+    return apply_rule(SIZES, RuleInputs(channels, decay, beta), *rest)
 
 
-@partial(jax.jit, static_argnames="max_query_len")
-def run_step(
-    channels: jax.Array, decay: jax.Array, beta: jax.Array, pool: jax.Array, rows: Any, max_query_len: int | None
-) -> tuple[jax.Array, jax.Array]:
-    row_ids, seq_lens, starts = rows
-    slots = choose_slots(row_ids, seq_lens, jnp.diff(starts), SLOTS)
-    batch = SimpleNamespace(seq_lens=seq_lens, query_start_loc=starts, max_query_len=max_query_len)
-    return apply_rule(SIZES, RuleInputs(channels, decay, beta), pool, LAYER, batch, slots)  # type: ignore[arg-type]
+def pack(text: Text) -> tuple[np.ndarray, ...]:
+    channels = np.concatenate([text.q, text.k, text.v.reshape(len(text.v), SIZES.keys, -1)], axis=-1)
+    return channels, text.decay, text.beta
 
 
-def pack(chunks: list[Chunk], num_tokens: int, num_rows: int) -> tuple[Any, ...]:
-    """The arrays of a step; what is nobody's is NaN."""
-    channels = np.full((num_tokens, SIZES.keys, 2 * A + SIZES.group * B), np.nan, np.float32)
-    decay, beta = np.full((2, num_tokens, N), np.nan, np.float32)
-    row_ids, seq_lens = np.full(num_rows, SLOTS, np.int32), np.zeros(num_rows, np.int32)
-    starts, at = np.zeros(num_rows + 1, np.int32), 0
-    for index, (row, text, start) in enumerate(chunks):
-        end = at + len(text.q)
-        values = text.v.reshape(len(text.v), SIZES.keys, -1)
-        channels[at:end] = np.concatenate([text.q, text.k, values], axis=-1)
-        decay[at:end], beta[at:end] = text.decay, text.beta
-        row_ids[index], seq_lens[index], at = row, start + len(text.q), end
-        starts[index + 1 :] = at
-    return channels, decay, beta, (row_ids, seq_lens, starts)
-
-
-def run(chunks: list[Chunk], pool: Any, num_tokens: int = TOKENS, num_rows: int = ROWS) -> tuple[Any, Any]:
-    """The answers of each chunk, and the pool."""
-    *tokens, rows = pack(chunks, num_tokens, num_rows)
-    out, pool = run_step(*tokens, pool, rows, 1 if num_tokens == num_rows else None)
-    ends = np.cumsum([len(chunk.text.q) for chunk in chunks])
-    out = np.asarray(out)
-    assert not out[ends[-1] :].any(), "padding has no answer"
-    return np.split(out[: ends[-1]], ends[:-1]), pool
-
-
-def make_pool() -> np.ndarray:
-    """Nobody's states, which a text that begins must not see."""
-    return np.full((LAYERS, SLOTS, N, A, B), np.nan, np.float32)
-
-
-def split_step(random: np.random.Generator) -> list[int]:
-    """Lengths of a step's chunks: single tokens and long chunks in any order."""
-    lengths: list[int] = []
-    for _ in range(int(random.integers(1, ROWS + 1))):
-        room = TOKENS - sum(lengths) - ROWS
-        longest = int(random.choice([1, 2, 65, 200]))
-        lengths.append(int(random.integers(1, max(2, min(longest, room) + 1))))
-    return lengths
+RULE = Rule(apply, pack, (N, A, B))
 
 
 def test_ragged_steps_equal_the_recurrence() -> None:
@@ -131,7 +84,7 @@ def test_ragged_steps_equal_the_recurrence() -> None:
     Where beta is 2 and nothing decays, no error does, either: there the definition in float32 says what is possible.
     """
     random = np.random.default_rng(0)
-    pool: Any = make_pool()
+    pool: Any = make_pool(RULE)
     positions, states, rounded = [0] * SLOTS, [np.zeros((N, A, B))] * SLOTS, [np.zeros((N, A, B), np.float32)] * SLOTS
     num_tight = 0
     for _ in range(200):
@@ -147,7 +100,7 @@ def test_ragged_steps_equal_the_recurrence() -> None:
             expected.append((answers, max(MOST, 4 * possible)))
             num_tight += expected[-1][1] == MOST
             positions[row] += length
-        found, pool = run(chunks, pool)
+        found, pool = run(RULE, chunks, pool)
         for chunk, got, (want, most) in zip(chunks, found, expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=0, atol=most)
             np.testing.assert_allclose(np.asarray(pool)[LAYER, chunk.row], states[chunk.row], rtol=0, atol=most)
@@ -157,12 +110,12 @@ def test_ragged_steps_equal_the_recurrence() -> None:
 
 def test_rows_that_decode_equal_the_recurrence() -> None:
     random = np.random.default_rng(1)
-    pool, states = make_pool(), [np.zeros((N, A, B))] * SLOTS
+    pool, states = make_pool(RULE), [np.zeros((N, A, B))] * SLOTS
     for step in range(20):
         rows = list(range(step % 2, SLOTS)) if step else list(range(SLOTS))
         texts = {row: draw_text(random, 1) for row in rows}
         chunks = [Chunk(row, text, step) for row, text in texts.items()]
-        found, pool = run(chunks, pool, num_tokens=SLOTS + 1, num_rows=SLOTS + 1)
+        found, pool = run(RULE, chunks, pool, num_tokens=SLOTS + 1, num_rows=SLOTS + 1)
         for row, got in zip(rows, found, strict=True):
             want, states[row] = recur(texts[row], states[row])
             np.testing.assert_allclose(got, want, atol=MOST)
@@ -175,19 +128,19 @@ def test_cuts_on_the_grid_give_the_bits_of_the_whole(begin: int) -> None:
     random = np.random.default_rng(2)
     text, other = draw_text(random, 193), draw_text(random, 100)
     ahead, earlier = draw_text(random, begin), np.zeros((0, N, B))
-    pool = make_pool()
+    pool = make_pool(RULE)
     if begin:
-        (earlier,), pool = run([Chunk(3, ahead, 0)], pool)
+        (earlier,), pool = run(RULE, [Chunk(3, ahead, 0)], pool)
     assert len(earlier) == begin
-    (whole,), left = run([Chunk(3, text, begin)], pool)
+    (whole,), left = run(RULE, [Chunk(3, text, begin)], pool)
     for cuts in ([TILE], [2 * TILE], [TILE, 2 * TILE, 3 * TILE]):
         edges = [0, *(cut - begin % TILE for cut in cuts), 193]
         pieces, mine = [], pool
         for first, last in itertools.pairwise(edges):
             if first == last:
                 continue
-            beside = [Chunk(row, other.cut(0, 30 * row + 1), 7) for row in (0, 1)]
-            (*_, found), mine = run([*beside, Chunk(3, text.cut(first, last), begin + first)], mine)
+            beside = [Chunk(row, cut(other, 0, 30 * row + 1), 7) for row in (0, 1)]
+            (*_, found), mine = run(RULE, [*beside, Chunk(3, cut(text, first, last), begin + first)], mine)
             pieces.append(found)
         np.testing.assert_array_equal(np.concatenate(pieces), whole)
         np.testing.assert_array_equal(np.asarray(mine)[LAYER, 3], np.asarray(left)[LAYER, 3])
@@ -197,9 +150,9 @@ def test_a_state_that_is_not_finite_stays_in_its_row() -> None:
     random = np.random.default_rng(3)
     bad, good = draw_text(random, 70), draw_text(random, 70)
     bad.v[3] = np.nan
-    (found, kept), pool = run([Chunk(0, bad, 0), Chunk(1, good, 0)], make_pool())
+    (found, kept), pool = run(RULE, [Chunk(0, bad, 0), Chunk(1, good, 0)], make_pool(RULE))
     assert np.isnan(found).any() and np.isfinite(kept).all()
-    (after,), pool = run([Chunk(0, good, 0)], pool)
+    (after,), pool = run(RULE, [Chunk(0, good, 0)], pool)
     np.testing.assert_array_equal(after, kept)
 
 
