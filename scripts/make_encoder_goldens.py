@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModel
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "tests" / "goldens" / "encoders"
 _SEED = 7
+_AROUND = {"mistral": "model", "modernbert": "model", "new": "new"}  # where it is not `base_model_prefix`
 _OLD_TYPES = "sentence_transformers.models"
 
 
@@ -77,10 +78,8 @@ def save(case: EncoderCase, model: Any, modules: list[tuple[str, Any]], folder: 
         changed = {**json.loads(file.read_text()), **case.written}
         file.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}, indent=1))
     if not case.bare:
-        file, around = (
-            folder / "model.safetensors",
-            "model" if case.model_type in ("mistral", "modernbert") else model.base_model_prefix,
-        )
+        kind, file = (case.written or {}).get("model_type", case.model_type), folder / "model.safetensors"
+        around = _AROUND.get(kind, model.base_model_prefix)
         save_file({f"{around}.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     entries = [("0", "", "sentence_transformers.base.modules.transformer.Transformer")]
     for index, (name, module) in enumerate(modules, 1):

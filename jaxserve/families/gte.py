@@ -69,8 +69,8 @@ FAMILY = Family(
     post_norm_layer,
     list_layer_params,
     ignored_keys=bert.IGNORED_KEYS,
-    trunk=bert.name_trunk("new"),
-    ignored_weights=bert.list_ignored("new"),
+    trunk=bert.name_trunk("gte"),
+    ignored_weights=bert.list_ignored("gte"),
     headless=("GteForMaskedLM",),
 )
 
@@ -80,6 +80,8 @@ NEW_FAMILY = replace(
     architecture="NewModel",
     keys=NEW_KEYS,
     parse=parse_new,
+    trunk=bert.name_trunk("new"),
+    ignored_weights=bert.list_ignored("new"),
     ignored_keys=(*bert.IGNORED_KEYS, "logn_attention_clip1", "unpad_inputs", "use_memory_efficient_attention"),
     headless=("NewForMaskedLM",),
 )

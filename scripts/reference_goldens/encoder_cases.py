@@ -66,7 +66,31 @@ ENCODER_CASES = (
         config={**MODERNBERT, "local_attention": 11, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
     ),
     EncoderCase("nomic_bert_mean", "nomic_bert", "mean"),
-    EncoderCase("gte_cls", "gte", "cls", config={"type_vocab_size": 0}),
+    EncoderCase("gte_cls", "gte", "cls", bare=False, config={"type_vocab_size": 0}),
+    # The authors' code cannot be had, so this is transformers' model with what their NTK does written out: the base is
+    # multiplied by the factor, and each frequency divided by factor ** (2 / head width).
+    EncoderCase(
+        "gte_new_cls",
+        "gte",
+        "cls",
+        bare=False,
+        config={
+            "type_vocab_size": 1,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 3.0 * 1000.0, "factor": 3.0 ** (2 / 16)},
+        },
+        written={
+            "model_type": "new",
+            "architectures": ["NewModel"],
+            "rope_parameters": None,
+            "rope_theta": 1000.0,
+            "rope_scaling": {"type": "ntk", "factor": 3.0},
+            "layer_norm_type": "layer_norm",
+            "position_embedding_type": "rope",
+            "pack_qkv": True,
+            "logn_attention_scale": False,
+            "unpad_inputs": False,
+        },
+    ),
     EncoderCase("eurobert_mean", "eurobert", "mean", config={**DECODER, "mask_token_id": 3}),
     EncoderCase(
         "llama_bidirec_mean",

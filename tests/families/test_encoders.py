@@ -85,7 +85,7 @@ def test_a_decoder_pools_its_last_token_behind_chunks_and_cached_prefixes() -> N
     assert llm.embed({"prompt_token_ids": texts[-1]})[0].num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["bert_cls", "roberta_mean"])
+@pytest.mark.parametrize("name", ["bert_cls", "roberta_mean", "distilbert_mean"])
 def test_sixteen_bits_keep_the_direction(name: str) -> None:
     texts, _, expected = read_golden(name)
     for vector, reference in zip(embed(start(FOLDER / name, dtype="bfloat16"), texts), expected, strict=True):
