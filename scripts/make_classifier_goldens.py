@@ -24,7 +24,13 @@ from make_encoder_goldens import fill
 from reference_goldens.classifier_cases import CLASSIFIER_CASES, SPECIAL, TINY, WORDS, ClassifierCase
 from sentence_transformers import CrossEncoder
 from tokenizers import models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+)
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "tests" / "goldens" / "classifiers"
 LENGTHS = ((1, 1), (3, 20), (20, 3), (14, 15), (5, 33))
@@ -54,8 +60,10 @@ def save_tokenizer(case: ClassifierCase, folder: Path) -> PreTrainedTokenizerFas
 def make_model(case: ClassifierCase) -> Any:
     """The transformers model of a case."""
     given = {**TINY, **({} if case.answers else {"num_labels": case.num_labels}), **(case.config or {})}
+    given = {key: value for key, value in given.items() if value is not None}
     config = AutoConfig.for_model(case.model_type, **given)
     kind = AutoModelForCausalLM if case.answers else AutoModelForSequenceClassification
+    kind = AutoModelForTokenClassification if case.by_token else kind
     model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     fill(model)
     return model
@@ -63,7 +71,7 @@ def make_model(case: ClassifierCase) -> Any:
 
 @torch.no_grad()
 def record(case: ClassifierCase, model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> dict[str, Any]:
-    """The texts, their logits alone, and for one class the scores of the pairs that they make."""
+    """The texts, the logits of each, or of its tokens, and for one class the scores of the pairs that they make."""
     rng = np.random.default_rng(_SEED)
     pairs = [[" ".join(rng.choice(WORDS[6:], length)) for length in lengths] for lengths in LENGTHS]
     logits = []
@@ -83,9 +91,12 @@ def main() -> None:
     """Builds all cases."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the goldens")
+    parser.add_argument("only", nargs="*", metavar="CASE", help="the cases to build; all without any")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for case in CLASSIFIER_CASES:
+        if arguments.only and case.name not in arguments.only:
+            continue
         folder = arguments.out / case.name
         shutil.rmtree(folder, ignore_errors=True)
         model = make_model(case)

@@ -32,8 +32,9 @@ def describe_capacity(shapes: Shapes, plan: CachePlan) -> str:
     assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
     tokens = (plan.num_pages[0] - 1) * plan.page_size
     if shapes.model.reads_whole:
-        of_texts = "numbers a token" if shapes.model.pooler.by_token else "numbers an embedding"
-        what = of_texts if shapes.model.pooler.classes is None else "classes"
+        pooler = shapes.model.pooler
+        numbers = "numbers a token" if pooler.by_token else "numbers an embedding"
+        what = numbers if pooler.classes is None else "classes"
         return (
             f"{shapes.model.embedding_size:,} {what}; each text is computed whole, in one step; "
             f"max_model_len {longest:,}; model in {shapes.model.dtype}; KV cache: {tokens:,} tokens in "

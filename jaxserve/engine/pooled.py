@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _LEAST_LENGTH = 1e-12  # a vector is divided by at least this: zeros stay zeros
 _NO_PARAMS = PoolingParams()
-ENCODE_TASKS = ("embed", "classify", "token_embed")
+ENCODE_TASKS = ("embed", "classify", "token_embed", "token_classify")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _classify[T](
     options: Mapping[str, Any],
     kind: Callable[..., T],
 ) -> PoolingCall[T]:
-    """Returns the call of classes of texts, whose answers are of a kind."""
+    """Returns the call of classes of texts, or of all tokens of texts, whose answers are of a kind."""
     params, own = _split(options)
     classes, given = model.pooler.classes, _refuse_dimensions(params)
     assert classes is not None
@@ -116,7 +116,7 @@ def encode(
         raise InvalidRequestError(message, field="pooling_task", value=task)
     require_task(tasks, task)
     own = {name: value for name, value in options.items() if name != "pooling_task"}
-    return (_classify if task == "classify" else _embed)(factory, model, prompts, own, PoolingOutput)
+    return (_embed if model.pooler.classes is None else _classify)(factory, model, prompts, own, PoolingOutput)
 
 
 def score(
@@ -224,8 +224,11 @@ def cut_embedding(vectors: Any, params: PoolingParams, normalizes: bool) -> list
     return kept.tolist()
 
 
-def activate(classes: ClassConfig, numbers: Sequence[float], params: PoolingParams) -> list[float]:
-    """Returns what the model's activation makes of the numbers of its classes, computed in float32."""
+def activate(classes: ClassConfig, numbers: Any, params: PoolingParams) -> list[Any]:
+    """Returns what the model's activation makes of the numbers of its classes, computed in float32.
+
+    `numbers` are those of a text, or an array [n, C] of those of n tokens, which are returned as n lists.
+    """
     with np.errstate(over="ignore"):
         found = (np.asarray(numbers, np.float32) - np.float32(classes.mean)) / np.float32(classes.sigma)
         if params.use_activation is not False:
@@ -234,8 +237,8 @@ def activate(classes: ClassConfig, numbers: Sequence[float], params: PoolingPara
 
 
 def _softmax(numbers: np.ndarray) -> np.ndarray:
-    powers = np.exp(numbers - numbers.max())
-    return powers / powers.sum()
+    powers = np.exp(numbers - numbers.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 _ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {

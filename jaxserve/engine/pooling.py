@@ -95,7 +95,7 @@ def list_tasks(model: DecoderConfig) -> tuple[str, ...]:
     """Returns what requests may ask of a model, by vLLM's names."""
     classes = model.pooler.classes
     if model.pooler.by_token:
-        return ("token_embed",)
+        return ("token_embed",) if classes is None else ("token_classify",)
     if classes is None:
         return ("generate", "embed", "score") if model.generates else ("embed", "score")
     return ("classify", "score") if len(classes.labels) == 1 else ("classify",)
@@ -164,10 +164,10 @@ def _check_classifier(model: DecoderConfig, options: PoolingOptions) -> DecoderC
         message = "is for embeddings, and this model classifies; leave it out"
         raise ConfigError(message, field="pooler_config.dimensions", value=given.dimensions)
     pooler, classes = model.pooler, model.pooler.classes
-    if given.pooling_type == "ALL":
-        message = "gives each token a vector (token_embed); classes of tokens (token_classify) are not supported"
-        raise ConfigError(message, field="pooler_config.pooling_type", value=given.pooling_type)
     if given.pooling_type is not None:
+        if (given.pooling_type == "ALL") != model.pooler.by_token:
+            message = f"this model's head is for {'tokens' if model.pooler.by_token else 'texts'}; leave it out"
+            raise ConfigError(message, field="pooler_config.pooling_type", value=given.pooling_type)
         pooler = dataclasses.replace(pooler, pooling_type=given.pooling_type)
     if classes is not None:
         found = {

@@ -1,4 +1,4 @@
-"""Heads that classify texts: what is behind the layers of each `...ForSequenceClassification`.
+"""Heads that classify: what is behind the layers of `...ForSequenceClassification` and `...ForTokenClassification`.
 
 A reranker is a classifier of pairs with one class. One that was trained to answer by one of two tokens is read as a
 classifier, whose rows are those of the output head (`project_answers`).
@@ -29,14 +29,24 @@ class Head:
 
 
 _ROBERTA = "classifier.out_proj", "classifier.dense"
-HEADS: Mapping[str, Head] = {
-    "bert": Head("BertForSequenceClassification", "CLS", "classifier", "bert.pooler.dense"),
-    "roberta": Head("RobertaForSequenceClassification", "CLS", *_ROBERTA),
-    "xlm-roberta": Head("XLMRobertaForSequenceClassification", "CLS", *_ROBERTA),
-    "llama": Head("LlamaForSequenceClassification", "LAST", "score", bias=False),
-    "qwen2": Head("Qwen2ForSequenceClassification", "LAST", "score", bias=False),
-    "qwen3": Head("Qwen3ForSequenceClassification", "LAST", "score", bias=False),
-    "gemma2": Head("Gemma2ForSequenceClassification", "LAST", "score", bias=False),
+HEADS: Mapping[str, tuple[Head, ...]] = {
+    "bert": (
+        Head("BertForSequenceClassification", "CLS", "classifier", "bert.pooler.dense"),
+        Head("BertForTokenClassification", "ALL", "classifier"),
+    ),
+    "roberta": (
+        Head("RobertaForSequenceClassification", "CLS", *_ROBERTA),
+        Head("RobertaForTokenClassification", "ALL", "classifier"),
+    ),
+    "xlm-roberta": (
+        Head("XLMRobertaForSequenceClassification", "CLS", *_ROBERTA),
+        Head("XLMRobertaForTokenClassification", "ALL", "classifier"),
+    ),
+    "distilbert": (Head("DistilBertForTokenClassification", "ALL", "classifier"),),
+    "llama": (Head("LlamaForSequenceClassification", "LAST", "score", bias=False),),
+    "qwen2": (Head("Qwen2ForSequenceClassification", "LAST", "score", bias=False),),
+    "qwen3": (Head("Qwen3ForSequenceClassification", "LAST", "score", bias=False),),
+    "gemma2": (Head("Gemma2ForSequenceClassification", "LAST", "score", bias=False),),
 }
 """By the family's `model_type`."""
 
@@ -53,12 +63,12 @@ _PROBLEMS = {
 _DIFFERENCE, _PLAIN = "from_2_way_softmax", "no_post_processing"  # vLLM's names of `method`
 
 
-def read_pooler(hf_config: Mapping[str, Any], model: DecoderConfig) -> PoolerConfig:
-    """Returns the pooler of a classifier's config.json. If tokens are its classes, it lacks their projection.
+def read_pooler(hf_config: Mapping[str, Any], model: DecoderConfig, head: Head) -> PoolerConfig:
+    """Returns the pooler of a config.json and its head. If tokens are the classes, it lacks their projection.
 
     Raises ConfigError, naming the key, for a value that is malformed or not supported.
     """
-    head, size, denses = HEADS[model.family], model.hidden_size, list[DenseConfig]()
+    size, denses = model.hidden_size, list[DenseConfig]()
     if hf_config.get(ANSWERS) is not None:
         tokens, difference = read_answers(hf_config)
         labels = tokens[-1:] if difference else tokens

@@ -149,16 +149,17 @@ def parse_config(hf_config: Mapping[str, object]) -> DecoderConfig:
     value that is malformed or not supported.
     """
     family, architectures = find_family(hf_config), hf_config.get("architectures")
-    classifies = family.model_type in HEADS and architectures == [HEADS[family.model_type].architecture]
-    ignored = (*family.ignored_keys, QUANTIZATION_KEY, *(classification.KEYS if classifies else ()))
+    heads = HEADS.get(family.model_type, ())
+    head = next((head for head in heads if architectures == [head.architecture]), None)
+    ignored = (*family.ignored_keys, QUANTIZATION_KEY, *(classification.KEYS if head else ()))
     config = family.parse(HFConfig(hf_config, family.keys, ignored))
-    is_headless = architectures in [[name] for name in family.headless] or classifies
+    is_headless = architectures in [[name] for name in family.headless] or head is not None
     config = dataclasses.replace(
         config,
         quantization=read_quantization(hf_config, own=family.quantizations),
         only_pools=config.only_pools or is_headless,
     )
-    return dataclasses.replace(config, pooler=classification.read_pooler(hf_config, config)) if classifies else config
+    return dataclasses.replace(config, pooler=classification.read_pooler(hf_config, config, head)) if head else config
 
 
 def find_family(hf_config: Mapping[str, object]) -> Family:
@@ -187,7 +188,7 @@ def find_family(hf_config: Mapping[str, object]) -> Family:
 
 def _list_architectures(family: Family) -> list[list[str]]:
     """Returns the values of `architectures` that are read as a family."""
-    classifiers = (HEADS[family.model_type].architecture,) if family.model_type in HEADS else ()
+    classifiers = (head.architecture for head in HEADS.get(family.model_type, ()))
     return [[name] for name in (family.architecture, *family.headless, *classifiers)]
 
 

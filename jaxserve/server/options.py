@@ -75,7 +75,7 @@ class LimitOptions:
     max_streams: int = option(2048, "requests being answered at once; more get 429")
     max_prompts: int = option(2048, "prompts of one completion or embedding request")
     max_prompt_logprobs: int = option(2**18, "log-probabilities of prompt tokens in one answer")
-    max_pooled_numbers: int = option(2**23, "numbers in one answer with a vector for each token (token_embed)")
+    max_pooled_numbers: int = option(2**23, "numbers in one answer that has some for each token")
     max_queue_wait: float = option(
         5.0, "seconds that a request may expect to wait for its first step; more get 429 at once; 0: any, as for flex"
     )

@@ -17,7 +17,7 @@ class ClassifierCase:
     """One checkpoint: the keys of its config on top of `TINY`.
 
     `processor` is the form of pairs: "bert", "roberta" or "plain". With `answers` the model generates, and the classes
-    are these tokens; else it has `num_labels` of its own.
+    are these tokens; else it has `num_labels` of its own. `by_token`: each token has classes.
     """
 
     name: str
@@ -26,6 +26,7 @@ class ClassifierCase:
     num_labels: int = 1
     answers: tuple[str, ...] = ()
     config: dict[str, Any] | None = None
+    by_token: bool = False
 
 
 _ROBERTA = {"pad_token_id": 0, "type_vocab_size": 1}
@@ -40,6 +41,15 @@ CLASSIFIER_CASES = (
     ClassifierCase("qwen2", "qwen2", "plain", 2, config=DECODER),
     ClassifierCase("qwen3", "qwen3", "plain", config=_QWEN3),
     ClassifierCase("gemma2", "gemma2", "plain", config={**_QWEN3, "query_pre_attn_scalar": 16}),
+    ClassifierCase("bert_tokens", "bert", "bert", 3, by_token=True),
+    ClassifierCase(
+        "distilbert_tokens",
+        "distilbert",
+        "bert",
+        5,
+        config={"intermediate_size": None, "hidden_dim": 40},
+        by_token=True,
+    ),
     ClassifierCase(
         "qwen3_answers", "qwen3", "plain", answers=("no", "yes"), config=_QWEN3 | {"tie_word_embeddings": True}
     ),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from tests.e2e.helpers import CACHE
 from tests.golden_cases import GOLDENS
 
 FOLDER = GOLDENS / "classifiers"
-CLASSIFIERS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and "answers" not in path.name)
+CLASSIFIERS = sorted(
+    path.name for path in FOLDER.iterdir() if path.is_dir() and not path.name.endswith(("answers", "tokens"))
+)
 TOKENS = {"classifier_from_token": ["no", "yes"]}
 ANSWERS: dict[str, Any] = {
     "qwen3_answers": TOKENS | {"architectures": ["Qwen3ForSequenceClassification"], "is_original_qwen3_reranker": True},
@@ -68,6 +71,22 @@ def test_classes_and_scores_equal_the_reference(name: str) -> None:
     for at, document in enumerate(documents):
         (alone,) = llm.score(queries[at], document, truncate_prompt_tokens=40)
         np.testing.assert_allclose(alone.score, scores[at].score, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert_tokens", "distilbert_tokens"])
+def test_each_token_has_classes(name: str) -> None:
+    golden, llm = read_golden(name), start(name)
+    texts = [text for pair in golden["pairs"] for text in pair]
+    raw = llm.encode(texts, pooling_task="token_classify", pooling_params=PoolingParams(use_activation=False))
+    for found, probable, logits in zip(raw, llm.encode(texts), golden["logits"], strict=True):
+        np.testing.assert_allclose(found.data, logits, rtol=0, atol=1e-4)
+        expected = [PROBS["softmax"](line) for line in np.array(logits)]
+        np.testing.assert_allclose(probable.data, expected, rtol=0, atol=1e-5)
+    for task, call in (("classify", llm.classify), ("token_embed", partial(llm.encode, pooling_task="token_embed"))):
+        with pytest.raises(InvalidRequestError, match=f"this model's tasks are token_classify, not {task}"):
+            call("w1")
+    with pytest.raises(ConfigError, match="this model's head is for tokens"):
+        start(name, pooler_config={"pooling_type": "CLS"})
 
 
 @pytest.mark.parametrize("name", ["xlm_roberta", "bert_classes"])

@@ -23,7 +23,7 @@ _HARMLESS = frozenset({
     "output_hidden_states", "return_dict", "torchscript", "bos_token_id", "pad_token_id", "sep_token_id",
     "cls_token_id", "unk_token_id", "mask_token_id", "decoder_start_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "tokenizer_class", "prefix", "task_specific_params", "problem_type", "id2label",
-    "label2id", "num_labels", "finetuning_task", "use_bfloat16", "tf_legacy_loss", "attn_implementation",
+    "label2id", "num_labels", "_num_labels", "finetuning_task", "use_bfloat16", "tf_legacy_loss", "attn_implementation",
     "cache_implementation", "is_decoder", "gradient_checkpointing", "max_length",
     "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",

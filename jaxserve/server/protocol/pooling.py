@@ -109,7 +109,7 @@ class ClassesList(ListFields):
 class PoolingRequest(ClassifyRequest):
     """Texts to embed, whole or token by token, or to classify."""
 
-    task: Literal["embed", "classify", "token_embed"] | None = None  # None: the model's own
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None  # None: the model's own
     dimensions: Annotated[Integer, Field(ge=1)] | None = None
 
 
