@@ -65,6 +65,18 @@ class Tenant:
 DEFAULT_TENANT = Tenant()
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Adapter:
+    """One load of a LoRA adapter. Files that are read again are another one, whatever its name.
+
+    Whoever holds it keeps its copy on the host.
+    """
+
+    name: str
+    generation: int  # the number of the load, from 1 on
+    copy: Any = field(default=None, repr=False)  # what a slot on the device gets
+
+
 class TextPrompt(TypedDict):
     """A prompt as text (vLLM's name)."""
 
@@ -100,6 +112,17 @@ class Request:
     tenant: Tenant = DEFAULT_TENANT
     task: Task = Task.GENERATE  # others end with the prompt, whatever `params.max_tokens` says
     deadline: float | None = None  # monotonic seconds at which the request ends with what it has
+    adapter: Adapter | None = None
+
+    @property
+    def generation(self) -> int:
+        """That of its adapter; 0 without one."""
+        return 0 if self.adapter is None else self.adapter.generation
+
+    @property
+    def salt(self) -> str:
+        """What requests must have in common to share prefixes: adapter and `cache_salt`; no salt spells an adapter."""
+        return f"{self.generation}:{self.cache_salt}"
 
     @property
     def rank(self) -> Rank:

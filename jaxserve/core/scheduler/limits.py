@@ -29,6 +29,7 @@ class SchedulerLimits:
     pads_cheaply: bool = False  # whether a padded token costs next to nothing
     reads_whole: bool = False  # each prompt is computed in one step, and nothing follows it
     generates: bool = True  # False: requests are for embeddings
+    num_adapters: int = 0  # slots of adapters on the device
     keeps_states: bool = False  # rows have a recurrent state: no token is computed twice
     # Tokens; a chunk that leaves some ends on a multiple of the first, or if the budget reaches none, of the second.
     chunk_edges: tuple[int, ...] = (CHUNK_EDGE,)

@@ -83,8 +83,10 @@ class PlanBuilder:
         copies: tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]],
         state_saves: tuple[StateCopy, ...] = (),
         finished_answers: tuple[FinishedAnswer, ...] = (),
+        adapters: int = 0,
+        adapter_writes: tuple[tuple[int, int], ...] = (),
     ) -> StepPlan:
-        """Returns the finished plan, with the saves and loads of `copies`."""
+        """Returns the finished plan, with the saves and loads of `copies`; the others are fields of `StepPlan`."""
         return StepPlan(
             step_id=step_id,
             decode_rows=tuple([sequence.row for sequence in self.decoding]),
@@ -99,4 +101,6 @@ class PlanBuilder:
             finished_answers=finished_answers,
             state_loads=tuple(self.state_loads),
             state_saves=state_saves,
+            adapters=adapters,
+            adapter_writes=adapter_writes,
         )

@@ -13,6 +13,7 @@ from functools import partial
 from operator import add
 
 from jaxserve.core.pages.manager import PageManager
+from jaxserve.core.scheduler.adapter_slots import AdapterSlots
 from jaxserve.core.scheduler.fairness import TurnOrder
 from jaxserve.core.scheduler.limits import SchedulerLimits
 from jaxserve.core.scheduler.plan_builder import PlanBuilder, StepKind
@@ -54,6 +55,7 @@ class Planner:
         pages: PageManager,
         waiting: WaitingQueue,
         batch: Batch,
+        adapters: AdapterSlots,
         queue_admission: QueueAdmission,
         turns: TurnOrder,
         times: StepTimes,
@@ -64,6 +66,7 @@ class Planner:
         self.limits = limits
         self._pages = pages
         self._waiting, self._batch, self._queue_admission = waiting, batch, queue_admission
+        self._adapters = adapters
         self._turns, self._times, self._widths, self._counts = turns, times, widths, counts
         self._clock = clock
         self._steps = itertools.count()
@@ -89,7 +92,8 @@ class Planner:
         """Returns the tokens of each decoding row if there are no chunks, and the drafts to make for the next step."""
         if self._widths is None:
             return choose_width(self.limits, self._batch, self._waiting), 0
-        width, num_drafts = self._widths.choose(len(self._batch.decoding), find_step_limit(self.limits, self._batch))
+        limit, has_adapters = find_step_limit(self.limits, self._batch), bool(self._batch.num_by_adapter)
+        width, num_drafts = self._widths.choose(len(self._batch.decoding), limit, has_adapters=has_adapters)
         return 1 if self._batch.prefilling else width, num_drafts
 
     def _build(self, kind: StepKind, budget: int, width: int, num_drafts: int) -> PlanBuilder:
@@ -114,8 +118,14 @@ class Planner:
             if builder.is_empty or self._batch.prefilling:
                 builder.num_drafts = 0  # the next step has chunks, so it would not verify them
             self._widths.note_plan(builder.num_drafts)
-        copies, saves = self._pages.host.take_copies(), tuple(self._save_states(builder))
-        return builder.freeze(next(self._steps), copies, saves, self._batch.take_finished())
+        return builder.freeze(
+            next(self._steps),
+            self._pages.host.take_copies(),
+            tuple(self._save_states(builder)),
+            self._batch.take_finished(),
+            adapters=self._adapters.highest,
+            adapter_writes=self._adapters.take_writes(),
+        )
 
     def _save_states(self, builder: PlanBuilder) -> Iterator[StateCopy]:
         """Yields (row, snapshot) for each sequence that ends its part of the step where its state is to be kept."""
@@ -235,7 +245,8 @@ class Planner:
             if sequence.first_scheduled_time is None:
                 sequence.first_scheduled_time, sequence.num_cached_tokens = self._clock(), num_cached
                 self._counts.count_admission(sequence, num_cached)
-            builder.new_rows.append(sequence.make_new_row(has_lookups=self.limits.has_lookups))
+            slot = self._adapters.take(sequence)
+            builder.new_rows.append(sequence.make_new_row(has_lookups=self.limits.has_lookups, adapter=slot))
             if sequence.pages.states.start is not None:
                 builder.state_loads.append((sequence.row, sequence.pages.states.start))
             builder.prefix_updates -= len(updates)

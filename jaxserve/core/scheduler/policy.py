@@ -97,6 +97,14 @@ def choose_victim(limits: SchedulerLimits, batch: Batch) -> Sequence:
     return max((*batch.decoding[-1:], *batch.prefilling[-1:]), key=age)
 
 
+def choose_drained(batch: Batch) -> int:
+    """Returns the running adapter whose slot others get once its rows have ended: one of the fewest rows, the soonest.
+
+    Every slot is in use when this is asked.
+    """
+    return min(batch.num_by_adapter, key=batch.num_by_adapter.__getitem__)
+
+
 def can_yield(limits: SchedulerLimits, running: Sequence) -> bool:
     """Returns whether there can be anyone to whom a running sequence must yield."""
     if limits.options.deterministic:
@@ -134,7 +142,7 @@ def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue, 
     most, sizes = limits.max_num_batched_tokens, limits.token_sizes
     step_limit = find_step_limit(limits, batch)
     if step_limit is not None and sizes:
-        sizes = sizes[: _count_fitting(sizes, times, step_limit)]
+        sizes = sizes[: _count_fitting(sizes, times, step_limit, bool(batch.num_by_adapter))]
         most = min(most, sizes[-1])
     if not sizes or limits.pads_cheaply or limits.reads_whole:
         return most
@@ -150,10 +158,10 @@ def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue, 
     return min(most, smaller if larger - wanted > wanted - smaller else larger)
 
 
-def _count_fitting(sizes: tuple[int, ...], times: StepTimes, step_limit: float) -> int:
+def _count_fitting(sizes: tuple[int, ...], times: StepTimes, step_limit: float, has_adapters: bool) -> int:
     """Returns how many sizes to choose from: those within the limit and one untried; at least the smallest."""
     for count, size in enumerate(sizes):
-        seconds = times.estimate(size)
+        seconds = times.estimate(size, has_adapters=has_adapters)
         if seconds > step_limit:
             return max(count, 1)
         if seconds == 0:
@@ -180,8 +188,9 @@ def may_admit(limits: SchedulerLimits, batch: Batch, sequence: Sequence, times: 
     step_limit = find_step_limit(limits, batch)
     if step_limit is None or sequence.request.service_tier == ServiceTier.PRIORITY:
         return True
-    least = times.estimate(limits.token_sizes[0]) if limits.token_sizes else 0
-    return max(least, times.estimate_decode(len(batch) + 1)) <= step_limit
+    has_adapters = bool(batch.num_by_adapter) or sequence.request.adapter is not None
+    least = times.estimate(limits.token_sizes[0], has_adapters=has_adapters) if limits.token_sizes else 0
+    return max(least, times.estimate_decode(len(batch) + 1, has_adapters=has_adapters)) <= step_limit
 
 
 def choose_share(limits: SchedulerLimits, builder: PlanBuilder, start: int, work: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
+from collections import Counter
 
 from jaxserve.core.pages.manager import PageManager
 from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus, age
@@ -24,6 +25,7 @@ class Batch:
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.by_ticket: dict[int, Sequence] = {}
+        self.num_by_adapter: Counter[int] = Counter()  # running sequences by generation, none of them 0
         self._finished: list[FinishedAnswer] = []
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._tickets = itertools.count()
@@ -43,6 +45,8 @@ class Batch:
         sequence.publish_from = self._pages.next_publish(sequence.pages)
         self.by_ticket[sequence.ticket] = sequence
         insort(self.prefilling, sequence, key=age)
+        if sequence.request.adapter is not None:
+            self.num_by_adapter[sequence.request.generation] += 1
 
     def start_decoding(self, sequence: Sequence) -> None:
         """Moves a sequence to `decoding`: its next token will be on the device."""
@@ -73,7 +77,15 @@ class Batch:
             _remove(self.prefilling, sequence)
         self._free_rows.append(sequence.row)
         sequence.row = -1
+        if sequence.request.adapter is not None:
+            self._count_out(sequence.request.generation)
         return was_decoding
+
+    def _count_out(self, generation: int) -> None:
+        if self.num_by_adapter[generation] > 1:
+            self.num_by_adapter[generation] -= 1
+        else:
+            del self.num_by_adapter[generation]
 
     def finish(self, sequence: Sequence, *, keeps_answers: bool) -> None:
         """Lets a running sequence leave for good; `take_finished` has its answer if that is to be remembered."""
@@ -81,7 +93,7 @@ class Batch:
         num_prompt = sequence.num_prompt_tokens
         if keeps_answers and len(sequence.token_ids) > num_prompt:
             token_ids = tuple(sequence.token_ids[max(0, num_prompt - CONTEXT_TOKENS) :])
-            self._finished.append(FinishedAnswer(token_ids, sequence.request.cache_salt))
+            self._finished.append(FinishedAnswer(token_ids, sequence.request.salt))
 
     def take_finished(self) -> tuple[FinishedAnswer, ...]:
         """Returns the answers of sequences that ended since the last call."""

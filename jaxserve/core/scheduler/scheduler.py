@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
 from jaxserve.core.pages.manager import PageManager
+from jaxserve.core.scheduler.adapter_slots import AdapterSlots
 from jaxserve.core.scheduler.committer import Commit, Committer
 from jaxserve.core.scheduler.fairness import ArrivalOrder, FairOrder, TurnOrder
 from jaxserve.core.scheduler.limits import SchedulerLimits
@@ -47,12 +48,16 @@ class Scheduler:
         self.turns: TurnOrder = FairOrder() if limits.options.scheduling_policy == "fair" else ArrivalOrder()
         self.times = StepTimes(limits)
         self.widths = WidthChooser(limits, self.times, {} if costs is None else costs) if limits.max_drafts else None
-        self.waiting = WaitingQueue(self.turns, lambda sequence: not pages.is_loading(sequence.pages))
         self.batch = Batch(limits.max_num_seqs, pages)
+        self.adapters = AdapterSlots(limits.num_adapters, self.batch)
+        self.waiting = WaitingQueue(
+            self.turns,
+            lambda sequence: not pages.is_loading(sequence.pages) and self.adapters.is_ready(sequence),
+        )
         self.queue_admission = QueueAdmission(limits, self.waiting, self.batch, clock)
         self.counts = SchedulerCounts()
         policies = self.queue_admission, self.turns, self.times, self.widths, self.counts
-        self.planner = Planner(limits, pages, self.waiting, self.batch, *policies, clock)
+        self.planner = Planner(limits, pages, self.waiting, self.batch, self.adapters, *policies, clock)
         self._unfinished = UnfinishedRequests(limits, pages, self.waiting, self.batch)
         self._committer = Committer(pages, self.waiting, self.batch, self._unfinished, self.widths, self.counts)
 
@@ -100,9 +105,10 @@ class Scheduler:
             compiled: whether a program was compiled meanwhile; the time then says nothing of later steps.
         """
         if not compiled and self.widths is None:
-            self.times.add(plan.num_tokens // plan.width, plan.num_rows, seconds / plan.width)
+            tokens, each = plan.num_tokens // plan.width, seconds / plan.width
+            self.times.add(tokens, plan.num_rows, each, has_adapters=plan.adapters > 0)
         elif not compiled:
-            self.times.add(plan.num_tokens, plan.num_rows, seconds, plan.width)
+            self.times.add(plan.num_tokens, plan.num_rows, seconds, plan.width, has_adapters=plan.adapters > 0)
         limit = self.limits.options.priority_itl_ms
         if limit is None or seconds <= limit / 1000 or not plan.decode_tickets:
             return
@@ -133,4 +139,5 @@ class Scheduler:
         Tokens and page copies in flight are lost; requests keep their seeds, so tokens are sampled again.
         """
         self.planner.requeue_running()
+        self.adapters.forget()
         self.pages.abandon_copies()

@@ -82,8 +82,12 @@ class Sequence:
         wants_all = self.request.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
         return [] if wants_all and self.index == 0 else self.token_ids
 
-    def make_new_row(self, *, has_lookups: bool) -> NewRow:
-        """Returns the sequence's `NewRow`, with its tokens if drafts are looked up in them. It must have a row."""
+    def make_new_row(self, *, has_lookups: bool, adapter: int = 0) -> NewRow:
+        """Returns the sequence's `NewRow`, with its tokens if drafts are looked up in them. It must have a row.
+
+        Args:
+            adapter: the slot of its adapter, 0 without one.
+        """
         request = self.request
         return NewRow(
             self.row,
@@ -95,7 +99,8 @@ class Sequence:
             self._make_history(),
             request.task is Task.POOL,
             tuple(self.token_ids) if has_lookups else (),
-            request.cache_salt if has_lookups else "",
+            request.salt if has_lookups else "",
+            adapter,
         )
 
     def _make_history(self) -> RowHistory | None:

@@ -47,6 +47,7 @@ class NewRow:
     wants_embedding: bool = False  # the request wants its last hidden state
     token_ids: tuple[int, ...] = ()  # prompt and output so far; only if drafts are looked up in them
     cache_salt: str = ""  # whose finished answers its drafts may come from
+    adapter: int = 0  # the slot of its adapter, from 1 on; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class StepPlan:
     Copies between a page on the device and a slot of host memory are (group, page, slot). Saves read their pages before
     the forward pass. Loads start with the step; their pages are written before the first step that is planned after
     this one was committed. A step may have copies and no rows. Of recurrent states, a row gets that of a snapshot
-    before the forward pass, and a snapshot that of a row behind it.
+    before the forward pass, and a snapshot that of a row behind it. Adapters are written before the forward pass.
     """
 
     step_id: int
@@ -129,6 +130,8 @@ class StepPlan:
     page_loads: tuple[PageCopy, ...] = ()
     state_loads: tuple[StateCopy, ...] = ()
     state_saves: tuple[StateCopy, ...] = ()
+    adapters: int = 0  # the highest slot of an adapter that a running row has; 0: none has one
+    adapter_writes: tuple[tuple[int, int], ...] = ()  # (slot, generation) of adapters that the rows need
     is_masked: bool = False  # a mask follows before the rows are sampled; only the engine knows
 
     @property

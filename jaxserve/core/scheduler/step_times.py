@@ -31,31 +31,35 @@ class StepTimes:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._rows, self._tokens = limits.row_sizes, limits.token_sizes
-        self._sizes: defaultdict[tuple[int, int], _Size] = defaultdict(_Size)  # by (width, padded size); mixed: 0
+        # By (width, padded size, whether rows have adapters); the width of mixed steps is 0.
+        self._sizes: defaultdict[tuple[int, int, bool], _Size] = defaultdict(_Size)
         self._num_steps = 0
 
-    def add(self, num_tokens: int, num_rows: int, seconds: float, width: int = 1) -> None:
+    def add(
+        self, num_tokens: int, num_rows: int, seconds: float, width: int = 1, *, has_adapters: bool = False
+    ) -> None:
         """Adds the time of a step. Each of its rows has `width` tokens, or it is a mixed one."""
         if num_tokens == num_rows * width:
-            key = width, round_up(self._rows, num_rows)
+            key = width, round_up(self._rows, num_rows), has_adapters
         else:
-            key = 0, round_up(self._tokens, num_tokens)
+            key = 0, round_up(self._tokens, num_tokens), has_adapters
         self._num_steps += 1
         size = self._sizes[key]
         size.samples.append(seconds)
         size.step = self._num_steps
 
-    def estimate(self, num_tokens: int) -> float:
+    def estimate(self, num_tokens: int, *, has_adapters: bool = False) -> float:
         """Returns the seconds of a mixed step; 0 if there was none of its size."""
-        return self._read(0, round_up(self._tokens, num_tokens))
+        return self._read(0, round_up(self._tokens, num_tokens), has_adapters)
 
-    def estimate_decode(self, num_rows: int, width: int = 1) -> float:
+    def estimate_decode(self, num_rows: int, width: int = 1, *, has_adapters: bool = False) -> float:
         """Returns the seconds of a step of decoding rows alone; 0 if there was none of its size or below."""
         padded = round_up(self._rows, num_rows)
-        return max((self._read(width, rows) for rows in (*self._rows, padded) if rows <= padded), default=0.0)
+        sizes = (rows for rows in (*self._rows, padded) if rows <= padded)
+        return max((self._read(width, rows, has_adapters) for rows in sizes), default=0.0)
 
-    def _read(self, width: int, num_tokens: int) -> float:
-        size = self._sizes.get((width, num_tokens))
+    def _read(self, width: int, num_tokens: int, has_adapters: bool) -> float:
+        size = self._sizes.get((width, num_tokens, has_adapters))
         return 0.0 if size is None else size.median * _DECAY ** (self._num_steps - size.step)
 
 

@@ -88,7 +88,7 @@ class UnfinishedRequests:
             raise CapacityError(message, field="max_tokens" if generates else "prompt", value=wanted)
         count = request.params.n
         shares_alone = count > 1 and not pages.enable_prefix_caching and not self._limits.keeps_states
-        salt = f"n of request {next(_shared_alone)}" if shares_alone else request.cache_salt
+        salt = f"n of request {next(_shared_alone)}" if shares_alone else request.salt
         cache = True if shares_alone else None
         # Decoding writes other bits than the chunks of a prompt.
         num_sharable = num_prompt if self._limits.options.deterministic else most

@@ -23,7 +23,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024  # steps
 _PROVEN = 32  # verify steps since a pause that were no luck; then any gain wins, and the next pause is a first one
 _FRUITLESS = 1000  # drafts of a head without an accepted one, after which it is switched off
 
-type StepCosts = Mapping[tuple[int, int], float]  # seconds of a step that does nothing else, by (padded rows, width)
+# Seconds of a step that does nothing else, by (padded rows, width); with a third entry, those of rows with adapters.
+type StepCosts = Mapping[tuple[int, ...], float]
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class WidthChooser:
         self._has_drafts = False  # the last plan makes some
         self.is_off = False  # for good
 
-    def choose(self, num_rows: int, step_limit: float | None = None) -> tuple[int, int]:
+    def choose(self, num_rows: int, step_limit: float | None = None, *, has_adapters: bool = False) -> tuple[int, int]:
         """Returns the width of the next step if it has no chunks, and how many drafts it makes for the step after it.
 
         Args:
@@ -68,13 +69,13 @@ class WidthChooser:
             step_limit: seconds that the step may take; None: any time.
         """
         num_rows = max(1, num_rows)
-        widths = [width for width in self._sizes if self._may_run(num_rows, width, step_limit)]
+        widths = [width for width in self._sizes if self._may_run(num_rows, width, step_limit, has_adapters)]
         if not widths or self.is_off:
             return 1, 0
         if self._limits.fixed_drafts is not None:
             wanted = self._read_table(num_rows, widths)
         else:
-            wanted = self._choose_best(num_rows, widths)
+            wanted = self._choose_best(num_rows, widths, has_adapters)
         return wanted if self._has_drafts else 1, self._limits.max_drafts if wanted > 1 else 0
 
     def note_plan(self, num_drafts: int) -> None:
@@ -96,10 +97,11 @@ class WidthChooser:
             num_drafts,
         )
 
-    def _may_run(self, num_rows: int, width: int, step_limit: float | None) -> bool:
+    def _may_run(self, num_rows: int, width: int, step_limit: float | None, has_adapters: bool) -> bool:
         if num_rows > self._sizes[width][-1] or num_rows * width > self._limits.max_num_batched_tokens:
             return False
-        return step_limit is None or self._times.estimate_decode(num_rows, width) <= step_limit
+        seconds = self._times.estimate_decode(num_rows, width, has_adapters=has_adapters)
+        return step_limit is None or seconds <= step_limit
 
     def _read_table(self, num_rows: int, widths: list[int]) -> int:
         """Returns the width by the fixed table."""
@@ -107,7 +109,7 @@ class WidthChooser:
         drafts = next((drafts for first, last, drafts in table if first <= num_rows <= last), 0)
         return max((width for width in widths if width <= drafts + 1), default=1)
 
-    def _choose_best(self, num_rows: int, widths: list[int]) -> int:
+    def _choose_best(self, num_rows: int, widths: list[int], has_adapters: bool) -> int:
         """Returns the width with the most expected tokens for its cost; 1 if none wins, or drafts pause."""
         padded = round_up(self._limits.row_sizes, num_rows)
         pause = self._pauses.setdefault(round_up(self._sizes[widths[0]], num_rows), _Pause())
@@ -116,14 +118,15 @@ class WidthChooser:
             if not pause.left:
                 self._acceptance.hope()
             return 1
-        cost = plain = self._costs.get((padded, 1), 0.0)
+        form = (1,) if has_adapters else ()
+        cost = plain = self._costs.get((padded, 1, *form), 0.0)
         if not plain:
             return 1
         tokens = self._acceptance.predict()
         best, most = 1, _MARGIN if pause.num_verified < _PROVEN else 1.0
         for width in widths:
             # Computing more tokens is never cheaper, whatever noise there was when they were measured.
-            cost = max(cost, self._costs.get((round_up(self._sizes[width], num_rows), width), 0.0))
+            cost = max(cost, self._costs.get((round_up(self._sizes[width], num_rows), width, *form), 0.0))
             gain = tokens[width - 1] * plain / cost
             if gain > most:
                 best, most = width, gain

@@ -150,6 +150,7 @@ ROW = NewRow(
     wants_embedding=True,
     token_ids=(8,),
     cache_salt="s",
+    adapter=3,
 )
 
 

@@ -240,7 +240,7 @@ def test_plans_bring_finished_answers_with_the_end_of_their_prompts() -> None:
         add(scheduler, "next", 5)
         plan = scheduler.plan()
         assert plan is not None
-        expected = FinishedAnswer((0, 1, 2, 7, 7), "mine"), FinishedAnswer((*range(4, 20), 7, 7))
+        expected = FinishedAnswer((0, 1, 2, 7, 7), "0:mine"), FinishedAnswer((*range(4, 20), 7, 7), "0:")
         assert plan.finished_answers == (expected if keeps_answers else ())
         plan = scheduler.plan()
         assert plan is not None and plan.finished_answers == ()
