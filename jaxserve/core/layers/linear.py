@@ -7,6 +7,7 @@ a compiler may choose another layout for them, and copy them in every step to ge
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,13 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxserve.core.layers.adapters import add_adapters
 from jaxserve.core.layers.context import StepContext
 from jaxserve.core.sharding import DEFAULT_RULES
 from pallas_kernels import QuantizedArray, quantized_matmul
 from pallas_kernels.cpu.product import multiply_few_rows, suits
 
 Leaf = Mapping[str, Any]
-"""The arrays of one projection or norm: `weight`, and `bias` where the model has one.
+"""The arrays of one projection or norm: `weight`, `bias` where the model has one, and `adapters` where tokens have any.
 
 A quantized weight is the dictionary of a `QuantizedArray`'s fields.
 """
@@ -45,21 +47,29 @@ def linear(
         transposed: the weight is [out, in], as a table of embeddings is.
         dtype: the result's, if not that of `x`.
     """
-    weight, dtype = leaf["weight"], x.dtype if dtype is None else dtype
-    weight = QuantizedArray(**weight) if isinstance(weight, Mapping) else weight
-    parts = weight.shape[:-2]
-    if isinstance(weight, QuantizedArray):
-        out = quantized_matmul(x, weight, dtype, whole=ctx.mesh is not None, products=ctx.products)
-    elif x.shape[0] <= ctx.few_rows and suits(x, weight, transposed=transposed):
-        out = multiply_few_rows(x, weight, dtype, transposed=transposed)
-    else:
-        batch = tuple(range(len(parts)))
-        numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)
-        out = _multiply(jnp.broadcast_to(x, (*parts, *x.shape)), weight, numbers, dtype)
+    dtype = x.dtype if dtype is None else dtype
+    out = _multiply_rows(ctx, leaf["weight"], x, dtype, transposed=transposed)
+    if "adapters" in leaf:
+        out += add_adapters(partial(_multiply_rows, ctx), leaf["adapters"], x, dtype)
     if reduce and ctx.mesh is not None:
         out = jax.lax.with_sharding_constraint(out, DEFAULT_RULES.sharding(ctx.mesh, (None,) * out.ndim))
     bias = leaf.get("bias")
-    return out if bias is None else out + (bias[:, None] if parts else bias)
+    return out if bias is None else out + (bias[:, None] if out.ndim > x.ndim else bias)
+
+
+def _multiply_rows(
+    ctx: StepContext, weight: Any, x: Float[Array, "T in"], dtype: jnp.dtype, *, transposed: bool = False
+) -> Float[Array, "*parts T out"]:
+    """Returns the product of `linear`, before any sum over devices."""
+    if isinstance(weight, Mapping):
+        quantized = QuantizedArray(**weight)
+        return quantized_matmul(x, quantized, dtype, whole=ctx.mesh is not None, products=ctx.products)
+    if x.shape[0] <= ctx.few_rows and suits(x, weight, transposed=transposed):
+        return multiply_few_rows(x, weight, dtype, transposed=transposed)
+    parts = weight.shape[:-2]
+    batch = tuple(range(len(parts)))
+    numbers = ((x.ndim - 1 + len(parts),), (len(parts) + transposed,)), (batch, batch)
+    return _multiply(jnp.broadcast_to(x, (*parts, *x.shape)), weight, numbers, dtype)
 
 
 def linear_heads(leaf: Leaf, x: Float[Array, "T N in"]) -> Float[Array, "T N out"]:

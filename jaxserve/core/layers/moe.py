@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey
 from jaxtyping import Array, Float, Int
 
+from jaxserve.core.layers.adapters import adapter_axes
 from jaxserve.core.layers.context import LayerContext, StepContext
 from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.mlp import MLPConfig, activate, apply_gate, dense_mlp
@@ -197,6 +198,7 @@ def _split(config: MoEConfig, name: str, leaf: Any) -> Any:
 
     def split(path: Any, array: jax.Array) -> PartitionSpec:
         axes = axes_of.get(path[0].key, ())
+        axes = adapter_axes(axes)[path[-1].key] if axes and DictKey("adapters") in path else axes
         axes = (*axes[:-2], *axes[-1:]) if DictKey("bias") in path else axes
         axes = axes[-array.ndim :]
         axes = (*[None] * (array.ndim - len(axes)), *axes)

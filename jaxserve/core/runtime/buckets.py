@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.errors import MissingProgramError
 from jaxserve.scheduler_options import MIN_CHUNK
@@ -20,11 +20,13 @@ PROGRAMS_PER_ROWS = 3  # a decode size is a forward and two sample programs
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
     """Padded shape of a forward program: a decode bucket if every row has one token, a verify bucket if every row has
-    `width` of them, its last one and its drafts; otherwise a mixed one."""
+    `width` of them, its last one and its drafts; otherwise a mixed one. With `adapters`, tokens may have those of the
+    first so many slots."""
 
     tokens: int  # T
     rows: int  # S
     width: int = 1
+    adapters: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -40,9 +42,10 @@ class Bucket:
         return None if self.is_mixed else self.width
 
     def __str__(self) -> str:
+        form = f" adapters {self.adapters}" if self.adapters else ""
         if self.is_mixed:
-            return f"mixed {self.tokens}x{self.rows}"
-        return f"verify {self.rows}x{self.width}" if self.width > 1 else f"decode {self.rows}"
+            return f"mixed {self.tokens}x{self.rows}{form}"
+        return f"verify {self.rows}x{self.width}{form}" if self.width > 1 else f"decode {self.rows}{form}"
 
 
 class BucketTable:
@@ -50,6 +53,7 @@ class BucketTable:
 
     Args:
         verify: (rows, width) of the verify buckets.
+        adapters: the slots of adapters that programs have; each bucket is there with each of these numbers.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class BucketTable:
         mixed_tokens: Iterable[int],
         max_num_seqs: int,
         verify: Iterable[tuple[int, int]] = (),
+        adapters: Iterable[int] = (0,),
     ) -> None:
         self._decode_rows = sorted(set(decode_rows))
         self._mixed_tokens = sorted(set(mixed_tokens))
@@ -65,10 +70,12 @@ class BucketTable:
         if self._max_num_seqs < max_num_seqs:
             raise ValueError(f"decode_rows: the largest must hold max_num_seqs={max_num_seqs}, got {self._decode_rows}")
         self.verify_sizes = tuple(sorted(set(verify)))
+        self._adapters = sorted(set(adapters))
         self._decode = [Bucket(rows, rows) for rows in self._decode_rows]
         self._mixed = [Bucket(tokens, self._max_num_seqs) for tokens in self._mixed_tokens]
         self._verify = [Bucket(rows * width, rows, width) for rows, width in self.verify_sizes]
-        self.buckets = (*self._decode, *self._verify, *self._mixed)
+        plain = (*self._decode, *self._verify, *self._mixed)
+        self.buckets = tuple(replace(bucket, adapters=count) for count in self._adapters for bucket in plain)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -93,24 +100,37 @@ class BucketTable:
         """Returns a table of the largest decode, mixed and verify buckets, which together hold any step."""
         most_rows = {width: rows for rows, width in self.verify_sizes}  # the last is the largest
         verify = [(rows, width) for width, rows in most_rows.items()]
-        return BucketTable(self._decode_rows[-1:], self._mixed_tokens[-1:], self._max_num_seqs, verify)
+        sizes = self._decode_rows[-1:], self._mixed_tokens[-1:]
+        return BucketTable(*sizes, self._max_num_seqs, verify, self._adapters[-1:])
 
     def with_verify(self, sizes: Iterable[tuple[int, int]]) -> BucketTable:
         """Returns the table with verify buckets of (rows, width)."""
-        return BucketTable(self._decode_rows, self._mixed_tokens, self._max_num_seqs, sizes)
+        return BucketTable(self._decode_rows, self._mixed_tokens, self._max_num_seqs, sizes, self._adapters)
+
+    def with_adapters(self, counts: Iterable[int]) -> BucketTable:
+        """Returns the table with each bucket for these numbers of slots, of which 0 is without adapters."""
+        sizes = self._decode_rows, self._mixed_tokens, self._max_num_seqs
+        return BucketTable(*sizes, self.verify_sizes, counts)
 
     @property
     def smallest_mixed(self) -> Bucket:
         """The mixed bucket that a short prompt uses."""
-        return self._mixed[0]
+        return replace(self._mixed[0], adapters=self._adapters[0])
 
-    def find(self, num_tokens: int, num_rows: int, width: int = 1) -> Bucket:
+    def find(self, num_tokens: int, num_rows: int, width: int = 1, adapters: int = 0) -> Bucket:
         """Returns the smallest bucket that holds a step; MissingProgramError if none does.
 
         Without verify buckets, a step of rows of several tokens is a loop, which runs a decode bucket `width` times.
         """
+        bucket = self._find(num_tokens, num_rows, width)
+        if adapters > self._adapters[-1]:
+            raise MissingProgramError(f"no program for adapters in {adapters} slots; the most are {self._adapters[-1]}")
+        count = self._adapters[bisect_left(self._adapters, adapters)]
+        return replace(bucket, adapters=count) if count else bucket
+
+    def _find(self, num_tokens: int, num_rows: int, width: int) -> Bucket:
         if width > 1:
-            return self.find_verify(num_rows, width) if self._verify else self.find(num_rows, num_rows)
+            return self.find_verify(num_rows, width) if self._verify else self._find(num_rows, num_rows, 1)
         if num_tokens == num_rows and num_rows <= self._max_num_seqs:
             return self._decode[bisect_left(self._decode_rows, num_rows)]
         if num_rows > self._max_num_seqs or num_tokens > self._mixed_tokens[-1]:

@@ -70,8 +70,8 @@ class SampledStep(NamedTuple):
 class StepFeature:
     """The static side of a feature, hashable, since programs are compiled for it.
 
-    The methods that end in `specs` return abstract values. `follow_forward` and `follow_sample` are pure and run inside
-    the programs of a step.
+    The methods that end in `specs` return abstract values. `precede_forward`, `follow_forward` and `follow_sample` are
+    pure and run inside the programs of a step.
     """
 
     @property
@@ -126,6 +126,10 @@ class StepFeature:
         """Returns the bytes that these take on each device."""
         return 0
 
+    def plan_line(self, sizes: Sizes) -> tuple[str, int, str] | None:
+        """Returns (part, bytes, details) of a line of its own for its parameters in the memory plan."""
+        return None
+
     def handed_specs(self, num_lines: int) -> Any:
         """Returns what `follow_forward` hands to `follow_sample` in a verify step of so many tokens."""
         return None
@@ -156,6 +160,15 @@ class StepFeature:
             state: the abstract values of its state; `params` those of its parameters.
         """
         return None
+
+    def precede_forward(self, params: Any, model_params: Any, inputs: StepInputs, bucket: Bucket) -> Any:
+        """Returns the parameters that the model's layers use in a step.
+
+        Args:
+            params: of the feature.
+            model_params: the model's, perhaps as a feature before this one has changed them.
+        """
+        return model_params
 
     def follow_forward(
         self,

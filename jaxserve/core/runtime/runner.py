@@ -83,7 +83,7 @@ class ModelRunner:
     ) -> None:
         self.params, self.features = params, tuple(features)
         self.counts = counts or StepCounts()
-        self.step_costs: dict[tuple[int, int], float] = {}  # seconds of a step by (rows, width) of its bucket
+        self.step_costs: dict[tuple[int, ...], float] = {}  # see `StepCosts`
         self._embeds_tokens = embeds_tokens  # each token has a vector of its own
         self._times_steps = times_steps  # of decoding rows alone, each bucket before its first step
         self._count_compiles, self._compiles_before = count_compiles, count_compiles()
@@ -188,7 +188,8 @@ class ModelRunner:
 
         Verify steps make drafts for the step behind them, others do not.
         """
-        if not self._times_steps or bucket.is_mixed or (bucket.rows, bucket.width) in self.step_costs:
+        form = bucket.rows, bucket.width, *((1,) if bucket.adapters else ())
+        if not self._times_steps or bucket.is_mixed or form in self.step_costs:
             return
         rounds = []
         for _ in range(1 + _ROUNDS):
@@ -199,11 +200,11 @@ class ModelRunner:
                 future = step.sample()
             future.wait()
             rounds.append((time.perf_counter() - start) / _STEPS_OF_ROUND)
-        self.step_costs[bucket.rows, bucket.width] = min(rounds[1:])  # what ran before is in the first
+        self.step_costs[form] = min(rounds[1:])  # what ran before is in the first
 
     def start(self, plan: StepPlan) -> StartedStep | DispatchedStep:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
-        bucket = self._buckets.find(plan.num_tokens, plan.num_rows, plan.width)
+        bucket = self._buckets.find(plan.num_tokens, plan.num_rows, plan.width, plan.adapters)
         is_loop = bucket.width < plan.width
         for new_row in plan.new_rows:
             if new_row.history is not None:

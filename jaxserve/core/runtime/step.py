@@ -93,10 +93,13 @@ def run_forward(
     slots = None
     if model.config.states:
         slots = choose_slots(inputs.row_ids, seq_lens, jnp.diff(inputs.query_start_loc), num_rows - 1)
+    changed = params
+    for feature, own in zip(model.features, feature_params, strict=True):
+        changed = feature.precede_forward(own, changed, inputs, bucket)
     count = model.layout.num_pools
     hidden, pools, captured = run_layers(
         model.config,
-        params,
+        changed,
         tokens,
         cache[:count],
         batches,

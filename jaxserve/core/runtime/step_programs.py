@@ -41,7 +41,8 @@ def name_program(kind: str, key: Any) -> str:
         case "sample", (rows, width, variant):
             name += f" {rows if width == 1 else f'{rows}x{width}'} {variant.name.lower()}"
         case "loop", (bucket, variant):
-            name += f" {bucket.rows} {variant.name.lower()}"
+            form = f" adapters {bucket.adapters}" if bucket.adapters else ""
+            name += f" {bucket.rows} {variant.name.lower()}{form}"
         case "logprobs", (rows, width):
             name += f" {rows * width}"
         case _ if key is not None:
@@ -59,8 +60,8 @@ def list_programs(
     variants = tuple(variants)
     for bucket in sorted(buckets.buckets, reverse=True):
         yield "forward", bucket
-        if bucket.is_mixed and variants:
-            yield "prompt_logprobs", bucket.tokens
+    for tokens in reversed(buckets.token_counts if variants else ()):
+        yield "prompt_logprobs", tokens
     for rows, width in (*((rows, 1) for rows in buckets.row_counts), *buckets.verify_sizes):
         for variant in variants:
             yield "sample", (rows, width, variant)
