@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.metrics import Counter, Gauge, Metric, Vector
     from jaxserve.engine_args import AsyncEngineArgs, EngineArgs
     from jaxserve.logits_processor import LogitsProcessor
+    from jaxserve.lora_options import LoRARequest
     from jaxserve.pooling_params import PoolingParams
     from jaxserve.request import (
         ClassificationOutput,
@@ -40,6 +41,7 @@ _HOMES = {
     "BeamSearchParams": "jaxserve.engine.beam",
     "LogitsProcessor": "jaxserve.logits_processor",
     "SamplingParams": "jaxserve.sampling_params",
+    "LoRARequest": "jaxserve.lora_options",
     "OutputKind": "jaxserve.sampling_params",
     "RequestOutputKind": "jaxserve.sampling_params",
     "RequestOutput": "jaxserve.request",
@@ -70,6 +72,7 @@ __all__ = [
     "EmbeddingOutput",
     "EngineArgs",
     "Gauge",
+    "LoRARequest",
     "LogitsProcessor",
     "Metric",
     "OutputKind",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.lora_options import LoraOptions
 from jaxserve.model_options import ModelOptions
 from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.parallel_options import NodeOptions, ParallelOptions, ReplicaOptions
@@ -293,6 +294,7 @@ class EngineConfig:
     compile: CompileOptions = field(default_factory=CompileOptions)
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     pooling: PoolingOptions = field(default_factory=PoolingOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     observability: ObservabilityOptions = field(default_factory=ObservabilityOptions)
 
     def __post_init__(self) -> None:

@@ -9,11 +9,12 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.vllm_options import NO_CODE, NO_IMAGES, NO_LORA, VllmOption
+from jaxserve.vllm_options import NO_CODE, NO_IMAGES, VllmOption
 
 _NO_SLEEP = "an engine keeps its memory; end its process to free it"
 _NO_PROFILER = "use jax.profiler.trace around the calls"
 _NO_WORKERS = "there are no workers: the engine is one process, and ready has its parts"
+_ADAPTERS = "an adapter is read when a request first names it; ready.adapters reads it anew and removes it"
 _ENGINES = "use LLM, or AsyncLLM for streams: from jaxserve import LLM, AsyncLLM"
 
 # Modules below jaxserve.
@@ -29,7 +30,7 @@ MODULES: Mapping[str, str] = {
     "envs": "options are arguments of LLM and flags of the commands, not variables of the environment",
     "inputs": "from jaxserve import TextPrompt, TokensPrompt",
     "logger": "use the module logging of the standard library",
-    "lora": NO_LORA,
+    "lora": "from jaxserve import LoRARequest",
     "model_executor": NO_CODE,
     "multimodal": NO_IMAGES,
     "outputs": "from jaxserve import RequestOutput, EmbeddingOutput, ScoringOutput, ClassificationOutput",
@@ -56,17 +57,17 @@ OBJECTS: Mapping[str, str] = {
 
 # Attributes of vLLM's LLM and AsyncLLM.
 ATTRIBUTES: Mapping[str, str] = {
-    "add_lora": NO_LORA,
+    "add_lora": _ADAPTERS,
     "add_request": "use generate, or AsyncLLM.generate for streams",
     "apply_model": _NO_WORKERS,
     "collective_rpc": _NO_WORKERS,
     "engine": "use ready, which has the engine's parts",
     "get_model_config": "use ready.shapes.model",
     "is_sleeping": _NO_SLEEP,
-    "list_loras": NO_LORA,
+    "list_loras": _ADAPTERS,
     "llm_engine": "use ready, which has the engine's parts; get_metrics and get_tokenizer are methods",
     "model_config": "use ready.shapes.model",
-    "remove_lora": NO_LORA,
+    "remove_lora": _ADAPTERS,
     "reset_mm_cache": NO_IMAGES,
     "reward": "use encode with pooling_task='classify'",
     "set_tokenizer": "give a directory as the option tokenizer",
@@ -81,7 +82,6 @@ ATTRIBUTES: Mapping[str, str] = {
 ARGUMENTS: Mapping[str, VllmOption] = {
     "chat_template_content_format": VllmOption(("auto", "string"), "templates get the text of a message as one string"),
     "data_parallel_rank": VllmOption((0,), "an LLM is one engine; start several, and choose among them"),
-    "lora_request": VllmOption((), NO_LORA),
     "mm_processor_kwargs": VllmOption(({},), NO_IMAGES),
     "prompt_adapter_request": VllmOption((), "prompt adapters are not supported"),
     "tokenization_kwargs": VllmOption(({},), "use truncate_prompt_tokens, of SamplingParams and of embed"),

@@ -31,7 +31,6 @@ class VllmOption:
         return value is None or self.harmless is None or value in self.harmless
 
 
-NO_LORA = "LoRA adapters are not supported yet; merge the adapter into its base model"
 NO_IMAGES = "images and audio are not supported yet"
 _NO_OTHER_SPLIT = "an engine splits heads, ffn and vocabulary only; use tensor_parallel_size"
 _NO_EXECUTOR = "a node's devices are run by one process; nnodes is the number of nodes"
@@ -68,12 +67,11 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "enable_dbo": VllmOption((False,), "batches are not split into overlapping halves"),
     "enable_eplb": VllmOption((False,), "experts stay where they are; enable_expert_parallel spreads them evenly"),
     "enable_log_requests": VllmOption((False,), "texts of requests are never logged"),
-    "enable_lora": VllmOption((False,), NO_LORA),
     "enable_prompt_embeds": VllmOption((False,), "prompts are text or token ids"),
     "enable_prompt_tokens_details": VllmOption((True,), "usage always reports cached tokens"),
     "enable_sleep_mode": VllmOption((False,), "an engine keeps its memory; end its process to free it"),
     "enforce_eager": VllmOption((False, True), ""),
-    "fully_sharded_loras": VllmOption((False,), NO_LORA),
+    "fully_sharded_loras": VllmOption((False,), "of an adapter's two matrices, the one beside a split weight is split"),
     "guided_decoding_backend": VllmOption(("auto", "guidance"), "grammars are llguidance's; leave it out"),
     "hf_config_path": VllmOption((), "put config.json beside the weights"),
     "hf_token": VllmOption((False,), "set HF_TOKEN in the environment"),
@@ -83,11 +81,8 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "logprobs_mode": VllmOption(
         ("raw_logprobs",), "log-probabilities are the model's own, before any parameter changes logits"
     ),
-    "lora_modules": VllmOption(([],), NO_LORA),
+    "lora_modules": VllmOption(([],), "requests of the Python API name their adapters: lora_request=LoRARequest(...)"),
     "mamba_cache_dtype": VllmOption(("auto",), "a convolution keeps its inputs in the model's dtype"),
-    "max_cpu_loras": VllmOption((), NO_LORA),
-    "max_lora_rank": VllmOption((), NO_LORA),
-    "max_loras": VllmOption((), NO_LORA),
     "max_parallel_loading_workers": VllmOption(None, ""),
     "max_seq_len_to_capture": VllmOption(None, ""),
     "mm_processor_kwargs": VllmOption(({},), NO_IMAGES),

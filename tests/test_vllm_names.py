@@ -120,7 +120,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_methods_check_their_arguments_first(name: str) -> None:
     call = getattr(LLM.__new__(LLM), name)
-    with pytest.raises(InvalidRequestError, match=r"^lora_request: LoRA adapters"):
+    with pytest.raises(InvalidRequestError, match=r"^lora_request: must be a LoRARequest"):
         call(*CALLS[name], lora_request=object())
     with pytest.raises(TypeError, match=rf"^LLM.{name}\(\) got an unexpected keyword argument 'temprature'"):
         call(*CALLS[name], temprature=1)
@@ -131,5 +131,5 @@ def test_streams_check_their_arguments_first(name: str) -> None:
     async def read() -> None:
         await anext(getattr(AsyncLLM.__new__(AsyncLLM), name)("x", lora_request=object()))
 
-    with pytest.raises(InvalidRequestError, match=r"^lora_request: LoRA adapters"):
+    with pytest.raises(InvalidRequestError, match=r"^lora_request: must be a LoRARequest"):
         asyncio.run(read())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.engine.request_options import spread_options
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
@@ -78,13 +79,25 @@ def find_beams(
     `options` are those of `RequestFactory.make`, and so are the errors.
     """
     plain = SamplingParams(max_tokens=params.max_tokens, output_kind=OutputKind.FINAL_ONLY)
-    texts = [list(requests.make(prompt, plain, **options).prompt_token_ids) for prompt in prompts]
+    each = spread_options(options, len(prompts))
+    made = [requests.make(prompt, plain, **own) for prompt, own in zip(prompts, each, strict=True)]
+    texts, found = [list(request.prompt_token_ids) for request in made], dict[int, BeamSearchOutput]()
+    by_adapter: dict[Any, list[int]] = {}
+    for index, own in enumerate(each):
+        by_adapter.setdefault(own.get("lora_request"), []).append(index)
+    for indices in by_adapter.values():
+        same = each[indices[0]]
 
-    def generate(token_ids: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
-        return run([requests.make({"prompt_token_ids": ids}, step, **options) for ids in token_ids])
+        def generate(
+            token_ids: list[list[int]], step: SamplingParams, same: Mapping[str, Any] = same
+        ) -> list[RequestOutput]:
+            return run([requests.make({"prompt_token_ids": ids}, step, **same) for ids in token_ids])
 
-    eos_token_ids = requests.make({"prompt_token_ids": texts[0]}, plain).eos_token_ids if texts else ()
-    return search_beams(texts, params, generate, eos_token_ids, max_model_len=max_model_len), texts
+        prompts_of = [texts[index] for index in indices]
+        ends = made[0].eos_token_ids
+        outputs = search_beams(prompts_of, params, generate, ends, max_model_len=max_model_len)
+        found |= zip(indices, outputs, strict=True)
+    return [found[index] for index in range(len(texts))], texts
 
 
 def search_beams(

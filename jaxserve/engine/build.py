@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from jaxserve.core.runtime.protocol import Runner
     from jaxserve.core.runtime.runner import ModelRunner
     from jaxserve.core.runtime.shapes import Shapes
+    from jaxserve.features.lora.store import AdapterStore
     from jaxserve.features.multinode.leader import Followers
     from jaxserve.request import RequestOutput
     from jaxserve.tokenizers import Tokenizer
@@ -87,6 +88,7 @@ class ReadyEngine:
     runner: ModelRunner
     mesh: Mesh
     followers: Followers | None = None  # the other nodes
+    adapters: AdapterStore | None = None  # with `enable_lora`
 
     def require_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; TokenizerError if there is none."""
@@ -157,11 +159,15 @@ def build_engine(
     """
     record_steps = config.observability.record_steps
     if record_steps is not None:
-        refuse_recording(Path(record_steps), has_processor=processor is not None, only_largest=only_largest)
+        has_processor, has_adapters = processor is not None, config.lora.enable_lora
+        refuse_recording(
+            Path(record_steps), has_processor=has_processor, only_largest=only_largest, has_adapters=has_adapters
+        )
     config = dataclasses.replace(make_cache_dir(config), nodes=resolve_nodes(config.nodes))
     refuse_copies(config)
     refuse_with_nodes(config, has_processor=processor is not None)
     from jaxserve.engine.memory_report import describe_capacity
+    from jaxserve.features.choose import find_adapters
 
     with lead_nodes(config, on_loss, only_largest=only_largest) as group:
         files = locate_model(config.model)
@@ -189,7 +195,7 @@ def build_engine(
     if record_steps is not None:
         runner = record_runner(built, runner, followers, Path(record_steps))
     engine = make_engine(built, runner, tokenizer)
-    shapes = built.shapes
+    shapes, adapters = built.shapes, find_adapters(built.shapes)
     factory = RequestFactory(
         tokenizer,
         vocab_size=shapes.model.vocab_size,
@@ -202,10 +208,12 @@ def build_engine(
         tasks=list_tasks(shapes.model),
         pairs=make_pair_encoder(tokenizer, shapes.model, files.hf_config),
         prompts=None if files.modules is None else files.modules.prompts,
+        **({} if adapters is None else {"find_adapter": adapters.find}),
     )
     if followers is not None:
         weakref.finalize(engine, followers.stop)
-    return ReadyEngine(engine, factory, tokenizer, defaults, shapes, built.plan, built.runner, built.mesh, followers)
+    parts = shapes, built.plan, built.runner, built.mesh
+    return ReadyEngine(engine, factory, tokenizer, defaults, *parts, followers, adapters)
 
 
 def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None) -> Engine:
@@ -348,13 +356,15 @@ def describe_model_files(files: ModelFiles, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> None:
+def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool, has_adapters: bool = False) -> None:
     """Raises ConfigError where steps could not be recorded, or not be replayed."""
     from jaxserve.features.recording.recording import refuse_target
 
     reason = None
     if has_processor:
         reason = "a logits_processor is a function, which a recording cannot hold; leave one of the two out"
+    elif has_adapters:
+        reason = "a recording holds no adapters yet, so steps with them could not be replayed; leave enable_lora out"
     elif only_largest:
         reason = "with serve_while_warming, the first steps run in larger programs than a replay's; leave one out"
     if reason is not None:

@@ -145,8 +145,9 @@ class LLM:
             priority: one for all prompts, or one for each; smaller ones run first within a tier; default: 0.
             service_tier: "priority", "default" ("auto") or "flex"; one for all prompts, or one for each.
             cache_salt: prompts with different salts share no cached prefixes.
+            lora_request: the adapter, with `enable_lora`; one for all prompts, or one or None for each.
             timeout: seconds; requests not finished by then end with finish_reason "timeout" and the tokens they have.
-            arguments: those above, and others of vLLM's method, such as `lora_request`, with values that change
+            arguments: those above, and others of vLLM's method, such as `trace_headers`, with values that change
                 nothing here.
 
         Raises:

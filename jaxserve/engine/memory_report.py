@@ -142,8 +142,11 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
     weights = describe_weights(model)
     details = "" if weights is None else f"; weights: {weights}"
     details += "".join(f"; and {feature.note}" for feature in shapes.features if feature.note)
+    lines = [line for feature in shapes.features if (line := feature.plan_line(shapes)) is not None]
+    params = use.params - sum(size for _, size, _ in lines)
     return [
-        ("parameters", use.params, f"{model.family}, {model.num_layers} layers, {model.dtype}{details}"),
+        ("parameters", params, f"{model.family}, {model.num_layers} layers, {model.dtype}{details}"),
+        *lines,
         ("temporaries", use.temporaries, f"of the largest program, {largest}"),
         ("programs", use.code, f"{len(shapes.buckets.buckets)} forward, {num_samples} sample"),
         ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from jaxserve.engine.pairs import PairEncoder
 from jaxserve.engine.pooling import require_task
-from jaxserve.engine.request_options import ChatOptions, RequestOptions, check_options, split_options
+from jaxserve.engine.request_options import (
+    ChatOptions,
+    FindAdapter,
+    RequestOptions,
+    make_fields,
+    refuse_adapter,
+    split_options,
+)
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.request import TOKEN_TYPE, Request, Task
@@ -62,8 +69,9 @@ class RequestFactory:
         pairs: PairEncoder | None = None,
         tasks: Sequence[str] = ("generate", "embed"),
         prompts: Prompts | None = None,
+        find_adapter: FindAdapter = refuse_adapter,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._find_adapter = tokenizer, find_adapter
         self._vocab_size = vocab_size
         self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
         self._processor, self._reads_whole = processor, reads_whole
@@ -98,7 +106,7 @@ class RequestFactory:
         Raises:
             InvalidRequestError: names what is wrong with the prompt, the parameters or the options.
         """
-        fields = _check_options(prompt, options)
+        fields = _check_options(prompt, options, self._find_adapter)
         text, token_ids = self._read(prompt)
         return replace(self._make(text, token_ids, params, request_id, task, compile_grammar), **fields)
 
@@ -123,7 +131,7 @@ class RequestFactory:
 
         if self._tokenizer is None:
             raise TokenizerError("there is none, so messages cannot be rendered", field="tokenizer")
-        fields, template = split_options(options)
+        fields, template = split_options(options, self._find_adapter)
         text, ids = encode_chat(self._tokenizer, messages, **template)
         made = self._make(text, self._check_token_ids(ids), params, request_id, compile_grammar=compile_grammar)
         return replace(made, **fields)
@@ -151,7 +159,7 @@ class RequestFactory:
         check_truncation(truncate_prompt_tokens)
         if _as_mapping(prompt).get("prompt") == "":
             raise InvalidRequestError("is empty; give at least one character", field="prompt", value=prompt)
-        fields = _check_options(prompt, options)
+        fields = _check_options(prompt, options, self._find_adapter)
         prompt = add_prompt(prompt, self._prompts, prompt_name)
         text, token_ids = self._cut(*self._read(prompt), truncate_prompt_tokens, Task.POOL)
         return Request(self._name(request_id), token_ids, prompt=text, task=Task.POOL, **fields)
@@ -184,7 +192,7 @@ class RequestFactory:
         if max_tokens_per_doc is not None and max_tokens_per_doc < 1:
             message = f"must be at least 1, got {max_tokens_per_doc}"
             raise InvalidRequestError(message, field="max_tokens_per_doc", value=max_tokens_per_doc)
-        fields = check_options(**options)
+        fields = make_fields(options, self._find_adapter)
         ids = self._pairs.encode(first, second, most=most, most_of_second=max_tokens_per_doc, template=template)
         self._check_token_ids([token_id & ~TOKEN_TYPE for token_id in ids])
         return Request(self._name(request_id), ids, task=Task.POOL, **fields)
@@ -361,11 +369,11 @@ def _keep_start(
     return tuple(tokenizer.encode_start(text, most))
 
 
-def _check_options(prompt: Prompt, options: RequestOptions) -> dict[str, Any]:
-    """Returns the fields of `check_options`, with the prompt's own `cache_salt` if it has one."""
+def _check_options(prompt: Prompt, options: RequestOptions, find_adapter: FindAdapter) -> dict[str, Any]:
+    """Returns the fields of `make_fields`, with the prompt's own `cache_salt` if it has one."""
     if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
         options["cache_salt"] = prompt["cache_salt"]
-    return check_options(**options)
+    return make_fields(options, find_adapter)
 
 
 def _as_mapping(prompt: object) -> Mapping[str, Any]:
@@ -375,11 +383,8 @@ def _as_mapping(prompt: object) -> Mapping[str, Any]:
         InvalidRequestError: a mapping has an unknown key or no prompt.
     """
     if not isinstance(prompt, Mapping):
-        return (
-            {"prompt": prompt}
-            if isinstance(prompt, str) or not isinstance(prompt, Sequence)
-            else {"prompt_token_ids": prompt}
-        )
+        is_text = isinstance(prompt, str) or not isinstance(prompt, Sequence)
+        return {"prompt" if is_text else "prompt_token_ids": prompt}
     unknown = [name for name in prompt if name not in _PROMPT_KEYS]
     if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
         message = f"must have 'prompt' or 'prompt_token_ids', and 'cache_salt' at most; got {shorten(list(prompt))}"

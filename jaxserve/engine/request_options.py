@@ -9,17 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.lora_options import LoRARequest
 from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import DEFAULT_TENANT, PRIORITIES, SERVICE_TIERS, Request, ServiceTier, Tenant
+from jaxserve.request import DEFAULT_TENANT, PRIORITIES, SERVICE_TIERS, Adapter, Request, ServiceTier, Tenant
 from jaxserve.sampling_params import OutputKind
 from jaxserve.vllm_names import check_arguments
 
 if TYPE_CHECKING:
     from jaxserve.tokenizers.chat import Renderer
 
+type FindAdapter = Callable[[LoRARequest], Adapter]
 _INFINITY = float("inf")
 
 
@@ -30,6 +32,7 @@ class RequestArguments(TypedDict, total=False):
     service_tier: str | Sequence[str]
     cache_salt: str
     timeout: float | None  # seconds
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class ChatArguments(RequestArguments, total=False):
@@ -47,6 +50,7 @@ class PoolingArguments(TypedDict, total=False):
 
     pooling_params: PoolingParams | None
     truncate_prompt_tokens: int | None
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class EmbedArguments(PoolingArguments, total=False):
@@ -75,6 +79,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int  # smaller ones run first within a tier; equal ones in order of arrival
     service_tier: ServiceTier | str  # or a name in SERVICE_TIERS
     tenant: Tenant
+    lora_request: LoRARequest | None  # the adapter
     deadline: float | None  # on the clock of `time.monotonic`; an unfinished request then ends with a DeadlineError
 
 
@@ -97,9 +102,9 @@ _KNOWN: Mapping[str, frozenset[str]] = {
     "classify": PoolingArguments.__optional_keys__,
     "encode": EncodeArguments.__optional_keys__,
     "score": ScoreArguments.__optional_keys__,
-    "beam_search": frozenset(),
+    "beam_search": frozenset({"lora_request"}),
 }
-_ONE_EACH = ("priority", "service_tier")  # arguments that may be lists
+_ONE_EACH = ("priority", "service_tier", "lora_request")  # arguments that may be lists
 
 
 def read_arguments(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,6 +117,9 @@ def read_arguments(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     _, _, name = method.partition(".")
     check_arguments(method, {key: value for key, value in given.items() if key not in _KNOWN[name]})
     options = {key: value for key, value in given.items() if key in _KNOWN[name]}
+    given_adapters = options.get("lora_request")
+    for wanted in given_adapters if isinstance(given_adapters, list | tuple) else (given_adapters,):
+        _check_adapter(wanted)
     if "timeout" in options:
         options["deadline"] = find_deadline(options.pop("timeout"))
     if name == "chat":
@@ -171,10 +179,10 @@ def find_deadline(timeout: Any) -> float | None:
     return time.monotonic() + timeout
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the fields of a `Request` that `ChatOptions` give, and the arguments of `encode_chat`."""
+def split_options(options: Mapping[str, Any], find_adapter: FindAdapter) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the fields of a `Request` that `ChatOptions` give (`make_fields`), and the arguments of `encode_chat`."""
     known = RequestOptions.__optional_keys__
-    fields = check_options(**{name: value for name, value in options.items() if name in known})
+    fields = make_fields({name: value for name, value in options.items() if name in known}, find_adapter)
     return fields, {name: value for name, value in options.items() if name not in known}
 
 
@@ -184,22 +192,52 @@ def check_options(
     priority: object = 0,
     service_tier: object = ServiceTier.DEFAULT,
     tenant: Tenant = DEFAULT_TENANT,
+    lora_request: object = None,
     deadline: object = None,
 ) -> dict[str, Any]:
-    """Returns the fields of a `Request` that `RequestOptions` give; InvalidRequestError names the one that is wrong."""
+    """Returns the fields of a `Request` that `RequestOptions` give, and the `lora_request`, of which one is made.
+
+    InvalidRequestError names the option that is wrong.
+    """
     if not isinstance(cache_salt, str):
         raise InvalidRequestError(f"must be a text, got {shorten(cache_salt)}", field="cache_salt", value=cache_salt)
     if not isinstance(priority, int) or isinstance(priority, bool) or priority not in PRIORITIES:
         message = f"must be an integer in [{PRIORITIES.start}, {PRIORITIES.stop}), got {shorten(priority)}"
         raise InvalidRequestError(message, field="priority", value=priority)
+    _check_adapter(lora_request)
     _check_deadline(deadline)
     return {
         "cache_salt": cache_salt,
         "priority": priority,
         "service_tier": _read_tier(service_tier),
         "tenant": tenant,
+        "lora_request": lora_request,
         "deadline": deadline,
     }
+
+
+def refuse_adapter(wanted: LoRARequest) -> NoReturn:
+    """Raises the InvalidRequestError of an engine without adapters."""
+    message = "needs enable_lora, and this engine was started without it"
+    raise InvalidRequestError(message, field="lora_request", value=wanted)
+
+
+def make_fields(options: Mapping[str, Any], find_adapter: FindAdapter) -> dict[str, Any]:
+    """Returns the fields of a `Request` that `RequestOptions` give; its adapter is read now if there is no copy of it.
+
+    Raises:
+        InvalidRequestError: names the option that is wrong.
+        ConfigError, WeightsError: the adapter cannot be read.
+    """
+    fields = check_options(**options)
+    wanted = fields.pop("lora_request")
+    return {**fields, "adapter": None if wanted is None else find_adapter(wanted)}
+
+
+def _check_adapter(wanted: object) -> None:
+    if wanted is not None and not isinstance(wanted, LoRARequest):
+        message = f"must be a LoRARequest, got {shorten(wanted)}"
+        raise InvalidRequestError(message, field="lora_request", value=wanted)
 
 
 def _check_deadline(deadline: object) -> None:

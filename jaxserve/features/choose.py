@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.models.base import DecoderConfig
@@ -11,6 +12,8 @@ from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.core.runtime.sizes import Sizes, make_sizes
 from jaxserve.errors import ConfigError
 from jaxserve.features.host_tier.feature import HostTier
+from jaxserve.features.lora.feature import Lora, choose_counts, make_lora
+from jaxserve.features.lora.store import AdapterStore
 from jaxserve.features.speculation import LOOKUP_METHODS, make_lookup_drafter
 from jaxserve.features.speculation.drafter import Drafter
 from jaxserve.features.speculation.drafters import DrafterModel
@@ -30,7 +33,16 @@ def make_shapes(
         ConfigError: the options do not fit together or the attention implementation cannot run here.
     """
     sizes = make_sizes(config, model, platform, device_kind)
+    if config.lora.enable_lora:
+        lora, deterministic = config.lora, config.scheduler.deterministic
+        counts = choose_counts(lora.max_loras, lora.max_lora_rank, deterministic=deterministic)
+        sizes = replace(sizes, buckets=sizes.buckets.with_adapters(counts))
     return Shapes.join(sizes, tuple(_list_features(sizes, drafter)))
+
+
+def find_adapters(shapes: Shapes) -> AdapterStore | None:
+    """Returns the adapters of an engine on the host; None without `enable_lora`."""
+    return next((feature.store for feature in shapes.features if isinstance(feature, Lora)), None)
 
 
 def _list_features(sizes: Sizes, drafter: DrafterModel | None) -> Iterator[StepFeature]:
@@ -47,3 +59,5 @@ def _list_features(sizes: Sizes, drafter: DrafterModel | None) -> Iterator[StepF
         yield Drafter(drafter, draws, sizes.state.max_drafts, most_rows, hidden)
     if size is not None:
         yield HostTier(size, len(sizes.model.kv_groups))
+    if sizes.config.lora.enable_lora:
+        yield make_lora(sizes)

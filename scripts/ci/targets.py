@@ -62,7 +62,7 @@ TARGETS = (
     _room("core/layers", "tests/core/test_sharding.py"),
     _room("families", "tests/test_golden_cases.py"),
     *(_room(path) for path in ("core/sampling", "core/weights", "core/runtime", "features/quantization")),
-    *(_room(f"features/{name}") for name in ("speculation", "host_tier", "bundle", "recording", "multinode")),
+    *(_room(f"features/{name}") for name in ("speculation", "host_tier", "lora", "bundle", "recording", "multinode")),
     *(_room(path) for path in ("engine", "tools/simulation")),
     Target("tools", ("tests/tools/test_convert.py", "tests/tools/test_doctor.py"), rooms=("jaxserve.tools.convert",)),
     Target("e2e", ("tests/e2e",), rooms=("jaxserve.engine",)),

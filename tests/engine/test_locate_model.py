@@ -74,9 +74,9 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
             "adapter_model.safetensors": b"",
         },
         "model",
-        ("LoRA adapter of 'meta-llama/Llama-3.1-8B'", "merge it into its base model first", "merge_and_unload"),
+        ("LoRA adapter of 'meta-llama/Llama-3.1-8B' is no model", "give its base model", "enable_lora"),
     ),
-    "lora without a base": ({"adapter_config.json": b"{"}, "model", ("a LoRA adapter is not read", "merge")),
+    "lora without a base": ({"adapter_config.json": b"{"}, "model", ("a LoRA adapter is no model", "--lora")),
     "mistral's own": (
         {"params.json": {"dim": 4096}, "consolidated.safetensors": b"", "tekken.json": {}},
         "model",

@@ -84,8 +84,8 @@ def _describe_adapter(file: Path) -> str:
     base = _read_key(file, "base_model_name_or_path")
     of_base = f" of {shorten(base)}" if base else ""
     return (
-        f"a LoRA adapter{of_base} is not read; merge it into its base model first (peft's merge_and_unload, then "
-        "save_pretrained) and give that directory"
+        f"a LoRA adapter{of_base} is no model; give its base model, with enable_lora, and the adapter to requests "
+        "(lora_request) or to jaxserve generate --lora"
     )
 
 

@@ -166,6 +166,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise WeightsError(_describe_missing(path), field=str(path))
 
 
+def open_safetensors(file: Path) -> SafetensorsCheckpoint:
+    """Opens one safetensors file of any name; WeightsError (field = the file) as `open_checkpoint`."""
+    return SafetensorsCheckpoint(file, _map_file(file))
+
+
 def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor of the checkpoint at `path`, from the files' headers only."""
     checkpoint = open_checkpoint(path)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig
 from jaxserve.device_kinds import find_kind
 from jaxserve.devices import find_devices
-from jaxserve.errors import TokenizerError
+from jaxserve.errors import ConfigError, TokenizerError
 from jaxserve.gguf_file import is_gguf
+from jaxserve.lora_options import LORA_RANKS
 from jaxserve.tools.cli.flags import read_engine_options, read_flags, read_given_sampling, read_sampling_params
 from jaxserve.tools.cli.packages import SERVER_PACKAGES, require_packages
 from jaxserve.tools.cli.prompts import split_words
@@ -40,7 +41,7 @@ def serve(args: argparse.Namespace) -> int:
     from jaxserve.server.launch import serve as run
     from jaxserve.server.options import ServerConfig
 
-    engine = EngineConfig.from_options(**read_engine_options(args))
+    engine = _refuse_adapters(EngineConfig.from_options(**read_engine_options(args)))
     config = ServerConfig.from_options(**read_flags(args, ServerConfig))
     if engine.replicas.data_parallel_size > 1:
         from jaxserve.tools.cluster.replicas import serve_replicas
@@ -52,22 +53,25 @@ def serve(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """`jaxserve generate`; returns 1 when an answer ended with an error."""
-    from jaxserve import LLM
+    from jaxserve import LLM, LoRARequest
 
     if not args.words and sys.stdin.isatty():
         print("Type one prompt a line; Ctrl-D ends them.", file=sys.stderr)
     read_given_sampling(args)  # a bad value shows before prompts are typed and a model is loaded
     args.served, prompts = split_words(args.words, args.model, sys.stdin)
     options = read_engine_options(args)
+    adapter = None if args.lora is None else LoRARequest(Path(args.lora).name or "adapter", 1, args.lora)
+    if adapter is not None:
+        options = {"enable_lora": True, "max_lora_rank": _find_rank(Path(args.lora))} | options
     template = _read_template(args)
     _require_tokenizer(options, needs_template=args.chat and template is None)
     llm = LLM(**options)
     params = read_sampling_params(args, llm.ready.defaults)
     if args.chat:
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        outputs = llm.chat(messages, params, chat_template=template)
+        outputs = llm.chat(messages, params, chat_template=template, lora_request=adapter)
     else:
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, params, lora_request=adapter)
     for prompt, output in zip(prompts, outputs, strict=True):
         if len(prompts) > 1:
             print(f"--- {prompt}")
@@ -101,7 +105,7 @@ def run_batch(args: argparse.Namespace) -> int:
     from jaxserve.server.options import ServerConfig
     from jaxserve.server.run_batch import run_batch as run
 
-    engine = EngineConfig.from_options(**read_engine_options(args))
+    engine = _refuse_adapters(EngineConfig.from_options(**read_engine_options(args)))
     given = read_flags(args, ServerConfig, BATCH_OPTIONS)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     summary = run(
@@ -153,6 +157,22 @@ def verify_determinism(args: argparse.Namespace) -> int:
     from jaxserve.tools.cli.determinism import verify
 
     return 0 if verify(read_engine_options(args), args.neighbourhoods) else 1
+
+
+def _refuse_adapters(engine: EngineConfig) -> EngineConfig:
+    """Returns the options; ConfigError if they have adapters, which no request of HTTP can name yet."""
+    if engine.lora.enable_lora:
+        message = "is for LLM, AsyncLLM and jaxserve generate; requests to a server cannot name adapters yet"
+        raise ConfigError(message, field="enable_lora", value=True)
+    return engine
+
+
+def _find_rank(folder: Path) -> int:
+    """Returns the least `max_lora_rank` for an adapter; the largest if there is none, which loading then refuses."""
+    from jaxserve.features.lora.peft_config import read_peft_config
+
+    rank = read_peft_config(folder).largest_rank
+    return next((each for each in LORA_RANKS if each >= rank), LORA_RANKS[-1])
 
 
 def _read_template(args: argparse.Namespace) -> str | None:

@@ -82,7 +82,7 @@ def test_a_large_adapter_is_described_without_its_base(tmp_path: Path, monkeypat
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     assert "of 'some/base'" in str(describe_foreign(tmp_path))
     monkeypatch.setattr(formats, "MAX_JSON_BYTES", 4)
-    assert "a LoRA adapter is not read" in str(describe_foreign(tmp_path))
+    assert "a LoRA adapter is no model" in str(describe_foreign(tmp_path))
 
 
 def test_a_header_of_a_million_tensors_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:

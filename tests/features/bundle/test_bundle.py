@@ -245,7 +245,7 @@ def test_programs_for_more_pages_than_fit_here_are_refused(model: Path, bundle: 
     assert type(caught.value).__name__ == "CapacityError"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"bundle": 2}', '{"bundle": 2, "programs": 3}', "\xff{"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"bundle": 3}', '{"bundle": 3, "programs": 3}', "\xff{"])
 def test_a_manifest_that_is_none_is_refused(model: Path, bundle: Path, text: str) -> None:
     (bundle / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"manifest\.json cannot be read .*build it again"):
