@@ -81,7 +81,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "logprobs_mode": VllmOption(
         ("raw_logprobs",), "log-probabilities are the model's own, before any parameter changes logits"
     ),
-    "lora_modules": VllmOption(([],), "requests of the Python API name their adapters: lora_request=LoRARequest(...)"),
     "mamba_cache_dtype": VllmOption(("auto",), "a convolution keeps its inputs in the model's dtype"),
     "max_parallel_loading_workers": VllmOption(None, ""),
     "max_seq_len_to_capture": VllmOption(None, ""),

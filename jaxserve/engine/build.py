@@ -168,6 +168,7 @@ def build_engine(
     refuse_with_nodes(config, has_processor=processor is not None)
     from jaxserve.engine.memory_report import describe_capacity
     from jaxserve.features.choose import find_adapters
+    from jaxserve.features.lora.tokenizer import check_tokenizer
 
     with lead_nodes(config, on_loss, only_largest=only_largest) as group:
         files = locate_model(config.model)
@@ -196,6 +197,8 @@ def build_engine(
         runner = record_runner(built, runner, followers, Path(record_steps))
     engine = make_engine(built, runner, tokenizer)
     shapes, adapters = built.shapes, find_adapters(built.shapes)
+    if adapters is not None:
+        adapters.check = partial(check_tokenizer, tokenizer)
     factory = RequestFactory(
         tokenizer,
         vocab_size=shapes.model.vocab_size,

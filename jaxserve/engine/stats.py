@@ -55,6 +55,16 @@ class StepTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """The slots of adapters, and the names of those that requests have."""
+
+    num_slots: int  # 0: the engine has no adapters
+    num_used: int  # slots that hold an adapter
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the start, and the current load."""
 
@@ -82,6 +92,7 @@ class EngineStats:
     host: HostTierStats
     attention: AttentionStats | None  # None: a test's device without attention
     drafts: DraftStats
+    adapters: AdapterStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +142,12 @@ def read_stats(engine: Engine) -> EngineStats:
         host=_read_host(engine),
         attention=engine.attention,
         drafts=_read_drafts(scheduler.counts),
+        adapters=AdapterStats(
+            len(scheduler.adapters.held),
+            sum(generation > 0 for generation in list(scheduler.adapters.held.values())),
+            tuple(sorted(scheduler.batch.list_adapters())),
+            tuple(sorted(scheduler.waiting.list_adapters())),
+        ),
     )
 
 

@@ -178,7 +178,9 @@ class Generation:
         streamed = sum(counts) if record.last_time else 0
         self.account.cached_tokens += output.num_cached_tokens
         self._measured = output.metrics
-        params = record.request.params
+        params, adapter = record.request.params, record.request.adapter
+        if adapter is not None:
+            self._state.metrics.count_adapter(adapter.name, sum(counts))
         self._state.metrics.finish_request(
             record.tally, output, params.max_tokens, params.n, num_tokens=counts, num_streamed=streamed
         )
@@ -229,6 +231,10 @@ def make_request_options(http: HttpRequest, body: EngineFields, state: ServerSta
     context = get_context(http.scope)
     limits, rights = state.config.limits, context.rights
     tier, priority = rights.choose_tier(body.service_tier), rights.choose_priority(body.priority, limits.max_priority)
+    adapter = state.adapters.get(body.model)
+    if adapter is not None:
+        context.adapter = adapter.request.lora_name
+        rights.require_adapter(context.adapter)
     state.refuse_if_full(rights, (tier, priority))
     seconds = min((each for each in (body.timeout, limits.request_timeout) if each is not None), default=None)
     return {
@@ -236,6 +242,7 @@ def make_request_options(http: HttpRequest, body: EngineFields, state: ServerSta
         "priority": priority,
         "service_tier": tier,
         "tenant": rights.tenant,
+        "lora_request": None if adapter is None else adapter.request,
         "deadline": None if seconds is None else context.arrival + seconds,
     }
 

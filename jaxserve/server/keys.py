@@ -31,6 +31,17 @@ class KeyRights:
     tenant: Tenant = DEFAULT_TENANT
     best_priority: int | None = None  # the smallest priority; None: the server's max_priority
     tiers: tuple[ServiceTier, ...] = tuple(ServiceTier)
+    adapters: tuple[str, ...] | None = None  # the names of those that it may use; None: all
+
+    def may_use(self, adapter: str) -> bool:
+        """Whether requests may name an adapter."""
+        return self.adapters is None or adapter in self.adapters
+
+    def require_adapter(self, name: str) -> None:
+        """Raises ApiError 403 for an adapter that the key may not use."""
+        if not self.may_use(name):
+            message = f"This API key may not use the model {name[:100]!r}."
+            raise ApiError(403, message, param="model", code="model_not_allowed")
 
     def find_best_rank(self, best: int) -> Rank:
         """Returns the best rank of a request; `best` is the server's best priority."""
@@ -164,7 +175,8 @@ def _read_tenant(table: Mapping[str, Any]) -> tuple[bytes, KeyRights]:
         raise ValueError("key_hash is that of an empty key")
     given = {name: table[name] for name in ("name", "weight", "queue_share") if name in table}
     tiers = tuple(SERVICE_TIERS[name] for name in table["tiers"]) if "tiers" in table else tuple(ServiceTier)
-    return digest, KeyRights(Tenant(**given), table.get("best_priority"), tiers)
+    adapters = tuple(table["adapters"]) if "adapters" in table else None
+    return digest, KeyRights(Tenant(**given), table.get("best_priority"), tiers, adapters)
 
 
 def _is_number(value: Any, least: float, most: float) -> bool:
@@ -200,4 +212,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "tiers": (_is_tiers, f"a list of some of {_join(tuple(ServiceTier))}"),
     "queue_share": (lambda value: _is_number(value, 0, 1) and value > 0, "a number above 0, at most 1"),
+    "adapters": (
+        lambda value: isinstance(value, list) and all(isinstance(each, str) and each for each in value),
+        "a list of names of adapters",
+    ),
 }

@@ -106,6 +106,7 @@ def log_access(request_id: str, scope: Scope, status: int, seconds: float) -> No
         "path": path[:_MAX_CLIENT_TEXT],
         "tenant": context.rights.tenant.name or None,
         "service_tier": context.service_tier,
+        "adapter": context.adapter,
         "status": status,
         "seconds": round(seconds, 6),
         "prompt_tokens": context.prompt_tokens,

@@ -13,6 +13,7 @@ from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.request import PRIORITIES, ServiceTier
 from jaxserve.sampling_params import MAX_COMPLETIONS
 from jaxserve.server.acceptance import LEVELS
+from jaxserve.server.lora_modules import read_lora_modules
 from jaxserve.vllm_options import drop_harmless
 
 _LAST_PORT = 65535
@@ -26,7 +27,7 @@ class ListenOptions:
     host: str = option("127.0.0.1", "address to listen on; any but a loopback address needs an API key")
     port: int = option(8000, "port to listen on; 0: any free one")
     uds: str | None = option(None, "listen on this Unix socket instead")
-    admin_port: int | None = option(None, "port of 127.0.0.1 for /start_profile and /stop_profile; default: none")
+    admin_port: int | None = option(None, "port of 127.0.0.1 for profiles and adapters; default: none")
     ssl_keyfile: str | None = option(None, "private key (PEM) for TLS")
     ssl_certfile: str | None = option(None, "certificate (PEM) for TLS")
     ssl_ca_certs: str | None = option(None, "CA certificates (PEM) that clients' certificates must be signed by")
@@ -123,6 +124,14 @@ class ServingOptions:
     served_model_name: tuple[str, ...] = option(
         (), "the model's names for clients, one or several; answers carry the first; default: its own", takes_many=True
     )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        'adapters to serve as models: name=path, or {"name": ..., "path": ..., "base_model_name": ...}',
+        takes_many=True,
+    )
+    lora_dir: str | None = option(
+        None, "directory below which the admin port may load adapters (/v1/load_lora_adapter); default: none"
+    )
     chat_template: str | None = option(None, "file with a Jinja template that replaces the tokenizer's")
     allow_request_chat_template: bool = option(False, "render chat templates that requests bring")
     default_chat_template_kwargs: str | None = option(None, "default variables of the template, as a JSON object")
@@ -149,6 +158,7 @@ class ServingOptions:
         _require_seconds("shutdown_timeout", self.shutdown_timeout, least=0.0)
         _require_seconds("watchdog_timeout", self.watchdog_timeout)
         self.template_variables()
+        read_lora_modules(self.lora_modules)
 
     def template_variables(self) -> dict[str, Any]:
         """Returns the default variables of chat templates; ConfigError unless they are a JSON object."""
@@ -194,6 +204,17 @@ class ServerConfig:
     limits: LimitOptions = field(default_factory=LimitOptions)
     serving: ServingOptions = field(default_factory=ServingOptions)
     logs: LogOptions = field(default_factory=LogOptions)
+
+    def __post_init__(self) -> None:
+        if self.serving.lora_dir is not None and self.listen.admin_port is None:
+            message = "needs admin_port, where adapters are loaded"
+            raise ConfigError(message, field="lora_dir", value=self.serving.lora_dir)
+
+    def refuse_adapters(self, *, enable_lora: bool) -> None:
+        """Raises ConfigError for options of adapters to a server whose engine has none."""
+        for name in ("lora_modules", "lora_dir"):
+            if (value := getattr(self.serving, name)) and not enable_lora:
+                raise ConfigError("needs enable_lora", field=name, value=value)
 
     @classmethod
     def from_options(cls, **options: Any) -> ServerConfig:

@@ -26,6 +26,7 @@ class RequestContext:
     prompt_tokens: int | None = None  # for the access log; None where nothing was generated: Generation
     output_tokens: int | None = None  # likewise: Generation
     service_tier: str | None = None  # likewise, and None for the default tier: Generation
+    adapter: str | None = None  # the name of its adapter, None without one: make_request_options
     has_left: bool = False  # the connection was lost before the answer was complete: LimitedHttp
     was_unread: bool = False  # and that was because the client did not read: LimitedHttp
 

@@ -20,11 +20,13 @@ from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import ProgressLines, Report, say_progress
 from jaxserve.errors import ConfigError, InvalidRequestError, QueueFullError
 from jaxserve.request import Rank, ServiceTier
+from jaxserve.server.adapters import ServedAdapters
 from jaxserve.server.budget import BodyBudget
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.grammar_lane import GrammarLane
 from jaxserve.server.keys import KeyRights
 from jaxserve.server.logprobs import TokenTexts
+from jaxserve.server.lora_modules import read_lora_modules
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.preparation import Preparation
@@ -37,6 +39,7 @@ _log = logging.getLogger(__name__)
 _LONGEST_RETRY = 60  # seconds
 _LIVE_SECONDS, _PROBE_SECONDS = 0.25, 1.0  # lifetime of a shared picture of the engine, and of a probe's result
 _MOST_VIEWERS = 64
+_MOST_NAMES = 10  # of models, in an error
 _SEQUENCES_PER_ROW = 4  # one request may have at most so many
 
 
@@ -85,9 +88,12 @@ class ServerState:
     omitted_tools: set[str] = field(default_factory=set)  # types of hosted tools that the log has named
     fingerprint: str = ""  # `system_fingerprint` of answers: version and engine options
     preparation: Preparation = field(init=False)
+    adapters: ServedAdapters = field(init=False)
     grammars: GrammarLane = field(init=False)
 
     def __post_init__(self) -> None:
+        self.config.refuse_adapters(enable_lora=self.engine_config.lora.enable_lora)
+        self.adapters = ServedAdapters(self.base_names, self.config.serving.lora_dir)
         self.max_sequences = self.config.limits.max_sequences_per_request
         digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
         self.bodies = BodyBudget(self.config.limits.max_body_bytes_total)
@@ -96,9 +102,14 @@ class ServerState:
         self.fingerprint = f"jaxserve-{__version__}-{digest[:8]}"
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names under which clients know the model; answers carry the first."""
+    def base_names(self) -> tuple[str, ...]:
+        """The names under which clients know the model; answers carry the first if a request has none."""
         return self.config.serving.served_model_name or (self.engine_config.model.model,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model, then of its adapters."""
+        return *self.base_names, *self.adapters.names
 
     @property
     def serves(self) -> bool:
@@ -138,8 +149,9 @@ class ServerState:
             self._check_defaults(template, tokenizer)
             self.preparation.start(template)
             self._log_form(template, tokenizer)
+        self.adapters.open(llm.ready.adapters, read_lora_modules(serving.lora_modules))
         self.token_texts = TokenTexts(tokenizer)
-        self.metrics.cache_config = llm.view.describe_cache()
+        self.metrics.cache_config, self.metrics.adapters = llm.view.describe_cache(), llm.ready.adapters
         self.max_sequences = min(self.max_sequences, _SEQUENCES_PER_ROW * llm.limits.max_num_seqs)
         self.llm, self.phase = llm, Phase.WARMING
 
@@ -176,7 +188,7 @@ class ServerState:
         if name is None:
             return self.names[0]
         if name not in self.names:
-            known = ", ".join(self.names)
+            known = ", ".join(self.names[:_MOST_NAMES])
             message = f"The model {name[:100]!r} does not exist here; there is {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name

@@ -89,8 +89,8 @@ class OtelTracer:
         ended = times.finished_time if times is not None and times.finished_time is not None else time.monotonic()
         to_wall = time.time_ns() - time.monotonic_ns()
         attributes = {"gen_ai.operation.name": operation, **_describe_request(request)}
-        if self._model:
-            attributes["gen_ai.request.model"] = self._model
+        if model := self._model if request.adapter is None else request.adapter.name:
+            attributes["gen_ai.request.model"] = model
         if output is not None:
             attributes |= _describe_output(output, num_tokens)
         span = self._tracer.start_span(

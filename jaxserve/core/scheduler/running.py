@@ -37,6 +37,11 @@ class Batch:
     def is_full(self) -> bool:
         return not self._free_rows
 
+    def list_adapters(self) -> set[str]:
+        """Returns the names of the adapters of running sequences. Safe from any thread."""
+        running = [*list(self.decoding), *list(self.prefilling)]
+        return {each.request.adapter.name for each in running if each.request.adapter is not None}
+
     def join(self, sequence: Sequence, num_cached: int) -> None:
         """Gives a sequence a row and a new ticket. It already holds the pages of its first `num_cached` tokens."""
         self.revoke_ticket(sequence)

@@ -72,6 +72,11 @@ class WaitingQueue:
         heads = [head for head in ready if head is not None]
         return self._turns.choose(heads) if heads else None
 
+    def list_adapters(self) -> set[str]:
+        """Returns the names of the adapters of waiting sequences. Safe from any thread."""
+        waiting = [sequence for lane in list(self._lanes.values()) for sequence in list(lane)]
+        return {each.request.adapter.name for each in waiting if each.request.adapter is not None}
+
     def count_before(self, rank: Rank, tenant: Tenant) -> int:
         """Returns how many never-admitted sequences would go before a tenant's new one. Safe from any thread."""
         found = list(self._new.items())

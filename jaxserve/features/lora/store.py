@@ -40,6 +40,7 @@ class AdapterStore:
 
     def __init__(self, read: Callable[[Path], Any], num_copies: int) -> None:
         self.counts = AdapterCounts()
+        self.check: Callable[[Path], None] = lambda folder: None  # before its matrices are read
         self._read, self._num_copies = read, num_copies
         self._generations = itertools.count(1)
         self._requests: dict[str, LoRARequest] = {}  # by name: the number and the path that it has
@@ -70,6 +71,7 @@ class AdapterStore:
             if (known := self._find_known(wanted, anew)) is not None:
                 return known  # another thread has just read it
             try:
+                self.check(Path(wanted.lora_path))
                 copy = self._read(Path(wanted.lora_path))
             except Exception:
                 self.counts.refusals += 1

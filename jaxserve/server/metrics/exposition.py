@@ -5,10 +5,11 @@ Metric families are built only on a scrape; prometheus_client writes the text.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -26,8 +27,11 @@ from jaxserve.engine.metrics import (
     OFFLOAD_BYTES,
     Table,
 )
-from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.stats import AdapterStats, EngineStats
 from jaxserve.server.metrics.recorder import STATES, ServerMetrics, Tally
+
+if TYPE_CHECKING:
+    from jaxserve.features.lora.store import AdapterStore
 
 _PROCESS = ProcessCollector(registry=None)  # reads /proc, if it exists, at each collection
 _OPEN_METRICS = "application/openmetrics-text"
@@ -164,10 +168,34 @@ class Page(Collector):
         yield self._make(CounterMetricFamily, "steps_total", "Steps by compiled bucket.", steps, "bucket")
         text = "Tokens computed in a step, without padding."
         yield self._make_histogram("iteration_tokens_total", text, {(): stats.step_tokens})
+        if self.metrics.adapters is not None:
+            yield from self._collect_adapters(stats.adapters, self.metrics.adapters)
         if config := self.metrics.cache_config:
             family = InfoMetricFamily(self._name("cache_config"), "The layout of the KV cache.", labels=self._labels())
             family.add_metric(self._values(), {str(key): str(value) for key, value in config.items()})
             yield family
+
+    def _collect_adapters(self, stats: AdapterStats, store: AdapterStore) -> Iterator[Metric]:
+        names = ",".join(stats.running), ",".join(stats.waiting)
+        labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
+        text, sample = (
+            "The time of this scrape; its labels name the adapters of requests.",
+            (str(stats.num_slots), *names),
+        )
+        yield self._make(GaugeMetricFamily, "lora_requests_info", text, [(sample, time.time())], *labels)
+        for name, text, value in (
+            ("lora_slots_used", "Slots on the device that hold an adapter.", stats.num_used),
+            ("lora_host_copies", "Adapters that are kept on the host.", store.num_live),
+        ):
+            yield self._make(GaugeMetricFamily, name, text, [((), float(value))])
+        for name, text, value in (
+            ("lora_loads_total", "Adapters read from their files.", store.counts.loads),
+            ("lora_evictions_total", "Adapters dropped from the host for others.", store.counts.evictions),
+            ("lora_refusals_total", "Files of adapters that were refused.", store.counts.refusals),
+        ):
+            yield self._make(CounterMetricFamily, name, text, [((), float(value))])
+        tokens = [((name,), float(count)) for name, count in list(self.metrics.adapter_tokens.items())]
+        yield self._make(CounterMetricFamily, "lora_generation_tokens_total", "Tokens by adapter.", tokens, "lora_name")
 
     def _collect_server(self) -> Iterator[Metric]:
         metrics = self.metrics

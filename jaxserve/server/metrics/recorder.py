@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from jaxserve.errors import ConfigError, NonFiniteLogitsError
 from jaxserve.request import FinishReason, Request, RequestMetrics, RequestOutput, ServiceTier
 from jaxserve.server.metrics.histogram import Histogram, RecentHistogram
+
+if TYPE_CHECKING:
+    from jaxserve.features.lora.store import AdapterStore
 
 Event = Literal["queue_full", "client_disconnects", "slow_readers", "non_finite_logits"]
 EVENTS: tuple[Event, ...] = get_args(Event)
@@ -17,6 +20,7 @@ STATES = ("starting", "warming", "ready", "draining", "failed")
 
 _MAX_HANDLERS = 64  # values of the label `handler`; more than there are routes, bounded in case of a bug
 _MAX_TENANTS = 256  # values of the label `tenant`, which a server with many would fill
+_MAX_ADAPTERS = 100  # values of the label `lora_name`
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 OTHER = "other"  # stands for all values of a label beyond the most that it may have
 # A request counts as the first of these reasons that any of its completions has.
@@ -81,6 +85,8 @@ class ServerMetrics:
         self.tallies: dict[tuple[str, str], Tally] = {}  # by tenant's label and tier
         self.finished = {reason.value: 0 for reason in FinishReason}
         self.events: dict[str, int] = dict.fromkeys(EVENTS, 0)
+        self.adapters: AdapterStore | None = None  # once an engine with adapters is ready
+        self.adapter_tokens: dict[str, int] = {}  # generated, by adapter's name
         self.texts: dict[str, int] = {}  # by task, of requests that generate nothing
         self.text_tokens: dict[str, int] = {}
         self.http_requests: dict[tuple[str, str, str], int] = {}
@@ -191,6 +197,12 @@ class ServerMetrics:
     def end_request(self, reason: str) -> None:
         """Counts a request that ended without a last output: "abort" if its client left, "error" if it failed."""
         self.finished[reason] += 1
+
+    def count_adapter(self, name: str, num_tokens: int) -> None:
+        """Counts tokens that an adapter generated, under "other" once there are too many."""
+        if name not in self.adapter_tokens and len(self.adapter_tokens) >= _MAX_ADAPTERS:
+            name = OTHER
+        self.adapter_tokens[name] = self.adapter_tokens.get(name, 0) + num_tokens
 
     def count_texts(self, task: str, texts: int, tokens: int) -> None:
         """Counts texts that were embedded, classified or scored."""

@@ -23,7 +23,7 @@ SAMPLING_FIELDS: ForeignFields = {
     "logits_processors": (([],), "the server's own logits_processor reads extra_args"),
     "vllm_xargs": (({},), "the server's own logits_processor reads extra_args"),
     "return_tokens_as_token_ids": ((False,), "send return_token_ids"),
-    "lora_path": ((), "adapters are not supported yet"),
+    "lora_path": ((), "the name of an adapter is a model's; send it as model"),
     "no_stop_trim": ((False,), "send include_stop_str_in_output"),
     "return_hidden_states": ((False,), "use /v1/embeddings"),
     "separate_reasoning": ((True,), "the server's --reasoning-parser separates reasoning"),

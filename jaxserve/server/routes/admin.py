@@ -1,4 +1,4 @@
-"""Routes of the admin port: JAX profiles of the running engine."""
+"""Routes of the admin port: JAX profiles of the running engine, and adapters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import logging
 import tempfile
 from pathlib import Path
 
-from fastapi import APIRouter
-from starlette.responses import JSONResponse
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, PlainTextResponse
 
+from jaxserve.server.body import read_body
 from jaxserve.server.errors import ApiError
+from jaxserve.server.protocol.adapters import LoadAdapter, UnloadAdapter
+from jaxserve.server.server_state import get_state
 
 _log = logging.getLogger(__name__)
 MAX_PROFILE_SECONDS = 60.0  # a profile then ends by itself: in memory it grows by about 20 MB per second
@@ -75,6 +78,23 @@ def make_router() -> APIRouter:
     async def stop_profile() -> JSONResponse:
         """Stops the trace, which XProf, TensorBoard and Perfetto can open."""
         return JSONResponse({"directory": await profiler.stop()})
+
+    @router.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(http: Request) -> PlainTextResponse:
+        """Reads an adapter below `lora_dir`, and serves it as a model."""
+        state = get_state(http)
+        body = await read_body(http, LoadAdapter, state)
+        await state.adapters.load(body.lora_name, body.lora_path, inplace=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} added successfully.")
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(http: Request) -> PlainTextResponse:
+        """Serves an adapter no more; requests that run with it go on."""
+        state = get_state(http)
+        body = await read_body(http, UnloadAdapter, state)
+        await state.adapters.unload(body.lora_name)
+        state.metrics.adapter_tokens.pop(body.lora_name, None)
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")
 
     return router
 

@@ -25,6 +25,7 @@ from jaxserve.server.protocol.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from jaxserve.server.request_context import get_context
 from jaxserve.server.routes import responses
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.tools import read_tools
@@ -35,26 +36,30 @@ router = APIRouter()
 
 @router.get("/v1/models", **document(None, ModelList, refusals=("401", "403", "503")))
 async def list_models(http: Request) -> JSONResponse:
-    """The served model, under each of its names."""
-    state = get_state(http)
-    return JSONResponse({"object": "list", "data": [_describe_model(state, name) for name in state.names]})
+    """The served model, under each of its names, and the adapters that the key may use."""
+    state, rights = get_state(http), get_context(http.scope).rights
+    names = [name for name in state.names if state.adapters.get(name) is None or rights.may_use(name)]
+    return JSONResponse({"object": "list", "data": [_describe_model(state, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}", **document(None, ModelCard, refusals=("401", "403", "404", "503")))
 async def get_model(http: Request, name: str) -> JSONResponse:
-    """The model, by one of its names."""
+    """The model, by one of its names, or an adapter."""
     state = get_state(http)
+    if state.adapters.get(name) is not None:
+        get_context(http.scope).rights.require_adapter(name)
     return JSONResponse(_describe_model(state, state.check_model(name)))
 
 
 def _describe_model(state: ServerState, name: str) -> dict[str, Any]:
+    adapter = state.adapters.get(name)
     return {
         "id": name,
         "object": "model",
-        "created": state.created,
+        "created": state.created if adapter is None else adapter.created,
         "owned_by": "jaxserve",
-        "root": state.engine_config.model.model,
-        "parent": None,
+        "root": state.engine_config.model.model if adapter is None else adapter.request.lora_path,
+        "parent": None if adapter is None else adapter.parent,
         "max_model_len": state.engine.max_model_len,
         "tasks": list(list_tasks(state.engine.model)),
     }

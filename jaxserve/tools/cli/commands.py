@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig
 from jaxserve.device_kinds import find_kind
 from jaxserve.devices import find_devices
-from jaxserve.errors import ConfigError, TokenizerError
+from jaxserve.errors import TokenizerError
 from jaxserve.gguf_file import is_gguf
 from jaxserve.lora_options import LORA_RANKS
 from jaxserve.tools.cli.flags import read_engine_options, read_flags, read_given_sampling, read_sampling_params
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BATCH_OPTIONS = (  # the server's options that matter without a socket
     "served_model_name",
+    "lora_modules",
     "chat_template",
     "allow_request_chat_template",
     "default_chat_template_kwargs",
@@ -41,7 +42,7 @@ def serve(args: argparse.Namespace) -> int:
     from jaxserve.server.launch import serve as run
     from jaxserve.server.options import ServerConfig
 
-    engine = _refuse_adapters(EngineConfig.from_options(**read_engine_options(args)))
+    engine = EngineConfig.from_options(**read_engine_options(args))
     config = ServerConfig.from_options(**read_flags(args, ServerConfig))
     if engine.replicas.data_parallel_size > 1:
         from jaxserve.tools.cluster.replicas import serve_replicas
@@ -60,8 +61,9 @@ def generate(args: argparse.Namespace) -> int:
     read_given_sampling(args)  # a bad value shows before prompts are typed and a model is loaded
     args.served, prompts = split_words(args.words, args.model, sys.stdin)
     options = read_engine_options(args)
-    adapter = None if args.lora is None else LoRARequest(Path(args.lora).name or "adapter", 1, args.lora)
-    if adapter is not None:
+    adapted: dict[str, Any] = {}
+    if args.lora is not None:
+        adapted["lora_request"] = LoRARequest(Path(args.lora).name or "adapter", 1, args.lora)
         options = {"enable_lora": True, "max_lora_rank": _find_rank(Path(args.lora))} | options
     template = _read_template(args)
     _require_tokenizer(options, needs_template=args.chat and template is None)
@@ -69,9 +71,9 @@ def generate(args: argparse.Namespace) -> int:
     params = read_sampling_params(args, llm.ready.defaults)
     if args.chat:
         messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        outputs = llm.chat(messages, params, chat_template=template, lora_request=adapter)
+        outputs = llm.chat(messages, params, chat_template=template, **adapted)
     else:
-        outputs = llm.generate(prompts, params, lora_request=adapter)
+        outputs = llm.generate(prompts, params, **adapted)
     for prompt, output in zip(prompts, outputs, strict=True):
         if len(prompts) > 1:
             print(f"--- {prompt}")
@@ -105,7 +107,7 @@ def run_batch(args: argparse.Namespace) -> int:
     from jaxserve.server.options import ServerConfig
     from jaxserve.server.run_batch import run_batch as run
 
-    engine = _refuse_adapters(EngineConfig.from_options(**read_engine_options(args)))
+    engine = EngineConfig.from_options(**read_engine_options(args))
     given = read_flags(args, ServerConfig, BATCH_OPTIONS)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     summary = run(
@@ -157,14 +159,6 @@ def verify_determinism(args: argparse.Namespace) -> int:
     from jaxserve.tools.cli.determinism import verify
 
     return 0 if verify(read_engine_options(args), args.neighbourhoods) else 1
-
-
-def _refuse_adapters(engine: EngineConfig) -> EngineConfig:
-    """Returns the options; ConfigError if they have adapters, which no request of HTTP can name yet."""
-    if engine.lora.enable_lora:
-        message = "is for LLM, AsyncLLM and jaxserve generate; requests to a server cannot name adapters yet"
-        raise ConfigError(message, field="enable_lora", value=True)
-    return engine
 
 
 def _find_rank(folder: Path) -> int:

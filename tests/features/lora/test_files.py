@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,19 @@ import numpy as np
 import pytest
 
 from jaxserve.core.models.base import DecoderConfig
-from jaxserve.errors import ConfigError, WeightsError
+from jaxserve.errors import ConfigError, TokenizerError, WeightsError
 from jaxserve.families.registry import parse_config
 from jaxserve.features.lora.files import AdapterFiles
 from jaxserve.features.lora.matrices import list_matrices
 from jaxserve.features.lora.peft_config import read_peft_config
+from jaxserve.features.lora.tokenizer import check_tokenizer
+from jaxserve.tokenizers.load import load_tokenizer
 from tests.features.lora.adapter_files import AdapterSpec, list_linear, write_adapter
-from tests.golden_cases import load_case
+from tests.golden_cases import GOLDENS, load_case
 from tests.quantized_files import write_file
 
 CASE = load_case("llama_gqa")
+TOKENIZER = GOLDENS / "classifiers" / "qwen2"
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Tensors = dict[str, np.ndarray]
 
@@ -230,3 +234,23 @@ def test_layers_and_patterns_say_which_modules_must_be_there(tmp_path: Path):
     assert not targets(q, layers_to_transform=[3], layers_pattern=["blocks"])
     assert targets(q, target_modules=r".*\.layers\.\d\..*q_proj") and not targets(q, target_modules="q_proj|x")
     assert not targets(q, exclude_modules=["q_proj"]) and not targets(q, target_modules=None)
+
+
+def test_a_tokenizer_beside_the_adapter_must_have_the_same_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tokenizer = load_tokenizer(TOKENIZER)
+    check_tokenizer(tokenizer, tmp_path)
+    for file in TOKENIZER.glob("tokenizer*.json"):
+        shutil.copy(file, tmp_path)
+    check_tokenizer(tokenizer, tmp_path)
+    check_tokenizer(None, tmp_path)
+    assert not caplog.records
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    check_tokenizer(tokenizer, tmp_path)
+    assert "its chat template is not the base model's" in caplog.text
+    found = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = found["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.__getitem__)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(TokenizerError, match="another vocabulary than the base model"):
+        check_tokenizer(tokenizer, tmp_path)

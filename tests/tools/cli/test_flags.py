@@ -163,9 +163,10 @@ def test_flags_of_vllm_are_taken_where_they_change_nothing(
     assert main(["serve", "demo", *harmless, "--enable-chunked-prefill"]) == 3
     (tmp_path / "vllm.toml").write_text("enable_lora = true")
     assert main(["serve", "demo", "--config", str(tmp_path / "vllm.toml"), "--no-enable-lora"]) == 3
-    for arguments in (["--enable-lora"], ["--config", str(tmp_path / "vllm.toml")]):
+    (tmp_path / "vllm.toml").write_text("fully_sharded_loras = true")
+    for arguments in (["--fully-sharded-loras"], ["--config", str(tmp_path / "vllm.toml")]):
         assert main(["serve", "demo", *arguments]) == 2
-        assert "enable_lora: is for LLM, AsyncLLM and jaxserve generate" in capsys.readouterr().err
+        assert "fully_sharded_loras: of an adapter's two matrices" in capsys.readouterr().err
     assert main(["generate", "hi", "--cpu-offload-gb", "4"]) == 2
     assert "weights stay on the device" in capsys.readouterr().err and len(served) == 2
     with pytest.raises(SystemExit):
