@@ -20,6 +20,7 @@ POLICY = (
 MARKUP = '<img src=x onerror="window.hacked=1"> <b>bold</b> **bold**'
 TEXTS = {"markup": [MARKUP], "long": [f"word{at} " for at in range(2000)]}  # of answers, by the question
 WORDS = ["A ", "cache ", "of ", "keys."]
+CALLS = (("add", ['{"a": 2', ', "b": 40}']), ("lookup", ['{"term": ', '"a wug"}']))
 NUM_ROWS, NUM_RUNNING = 8, 3
 PAGE_MAP = "3" * 4 + "2" * 16 + "1" * 10 + "0" * 34
 
@@ -93,7 +94,21 @@ class MockServer:
         self.chats.append(body)
         if body.get("temperature", 1) > 2:
             return make_error(400, "temperature must be at most 2, got 3", param="temperature", code="invalid_value")
-        return StreamingResponse(self.answer(body["messages"][-1]["content"]), media_type="text/event-stream")
+        answer = (
+            self.call() if body["messages"][-1]["content"] == "call" else self.answer(body["messages"][-1]["content"])
+        )
+        return StreamingResponse(answer, media_type="text/event-stream")
+
+    async def call(self) -> AsyncIterator[str]:
+        """Two calls, in pieces."""
+        yield make_chunk({"role": "assistant", "content": ""})
+        for index, (name, pieces) in enumerate(CALLS):
+            begun = {"index": index, "id": f"call_{index}", "type": "function"}
+            yield make_chunk({"tool_calls": [begun | {"function": {"name": name, "arguments": ""}}]})
+            for piece in pieces:
+                yield make_chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+        yield make_chunk({}, "tool_calls")
+        yield "data: [DONE]\n\n"
 
     async def answer(self, question: str) -> AsyncIterator[str]:
         words, is_whole = TEXTS.get(question, WORDS), False

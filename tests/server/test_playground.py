@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.mock_server import MARKUP, NUM_RUNNING, WORDS, MockServer
+from tests.server.mock_server import CALLS, MARKUP, NUM_RUNNING, WORDS, MockServer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")
@@ -126,6 +126,32 @@ def test_streams_an_answer_with_the_settings_chosen(page: Any, server: MockServe
     assert server.chats[2] == server.chats[1]
     page.click("#clear")
     assert page.locator(".turn").count() == 0
+
+
+def test_shows_calls_runs_them_and_sends_their_results(page: Any, server: MockServer) -> None:
+    page.goto(server.url)
+    wait_until(page, "document.getElementById('model').textContent === 'demo'")
+    page.click("#settings summary")
+    page.select_option("[name=tools]", "both")
+    ask(page, "call")
+    page.wait_for_selector(".turn:nth-child(3) .ttft")
+    assert page.inner_text("#chosen") == "tools"
+    assert page.locator(".call b").all_inner_texts() == ["add", "lookup"]
+    assert page.locator(".call code").all_inner_texts() == ['{"a": 2, "b": 40}', '{"term": "a wug"}']
+    assert page.locator(".call .result").all_inner_texts() == ["42", "Error: no entry for a wug"]
+    assert page.inner_text(".turn:nth-child(3) .text") == "".join(WORDS)
+    assert [tool["function"]["name"] for tool in server.chats[0]["tools"]] == ["add", "lookup"]
+    question, called, *results = server.chats[1]["messages"]
+    assert question == {"role": "user", "content": "call"}
+    assert [call["function"]["arguments"] for call in called["tool_calls"]] == ["".join(part) for _, part in CALLS]
+    assert results == [
+        {"role": "tool", "tool_call_id": "call_0", "content": "42"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Error: no entry for a wug"},
+    ]
+    ask(page, "again")
+    page.wait_for_selector(".turn:nth-child(5) .ttft")
+    roles = [message["role"] for message in server.chats[2]["messages"]]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant", "user"]
 
 
 @pytest.mark.parametrize("way", ["button", "escape"])

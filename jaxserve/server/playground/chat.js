@@ -3,10 +3,12 @@
 import { ApiError, ask, readEvents } from "./api.js";
 import { showMarkdown } from "./markdown.js";
 import { readSettings, readSystem } from "./settings.js";
+import { gatherCalls, runCall, writeCalls } from "./tools.js";
 
 const find = (id) => document.getElementById(id);
 const [log, list, prompt, send, stop] = ["log", "turns", "prompt", "send", "stop"].map(find);
 const turns = []; // {role, text, element, ...}; a user's turn, then its answer
+const MAX_CALLS = 8; // answers to one question that call tools, before the page waits for its user
 let model = null;
 let running = null; // the AbortController of the answer that is being written
 let follows = true; // whether the log keeps to its end
@@ -16,22 +18,28 @@ export const setModel = (name) => { model = name; };
 export const isAnswering = () => running !== null;
 export const stopAnswer = () => running?.abort();
 
-/** Returns the request for the conversation as it is, with `draft` as its last message. */
-export function compose(draft) {
+/** Returns the request for the conversation as it is, with `draft` as its last message, or for what it waits for now. */
+export function compose(draft = null) {
   const messages = [];
   const system = readSystem();
   if (system) messages.push({ role: "system", content: system });
-  // A question that got no answer is left out: many templates insist on roles that take turns.
-  turns.forEach((turn, at) => {
-    const answer = turns[at + 1];
-    if (turn.role === "user" && answer?.text && !answer.failed) {
-      messages.push({ role: "user", content: turn.text }, { role: "assistant", content: answer.text });
-    }
+  const rounds = []; // a question, and the answers to it: all but the last one are calls
+  for (const turn of turns) {
+    if (turn.role === "user") rounds.push([turn]);
+    else rounds.at(-1).push(turn);
+  }
+  rounds.forEach((round, at) => {
+    // A question that got no answer is left out: many templates insist on roles that take turns.
+    const isAnswered = round.at(-1).text && !round.some((turn) => turn.failed);
+    if (isAnswered || (draft === null && at === rounds.length - 1)) messages.push(...round.flatMap(writeTurn));
   });
-  messages.push({ role: "user", content: draft });
+  if (draft !== null) messages.push({ role: "user", content: draft });
   const body = { messages, ...readSettings(), stream: true, stream_options: { include_usage: true } };
   return model === null ? body : { model, ...body };
 }
+
+const writeTurn = (turn) => (turn.calls?.length
+  ? writeCalls(turn.text, turn.calls) : [{ role: turn.role, content: turn.text }]);
 
 export function setUpChat(say) {
   announce = say;
@@ -123,13 +131,12 @@ function scroll() {
   requestAnimationFrame(() => { isScrolling = false; if (follows) log.scrollTop = log.scrollHeight; });
 }
 
+const countAnswers = () => turns.length - 1 - turns.findLastIndex((turn) => turn.role === "user");
+
 async function answer() {
-  const question = turns.at(-1);
-  turns.pop(); // while the request is composed it is the draft, not history
   let body = null;
   let wrong = null;
-  try { body = compose(question.text); } catch (error) { wrong = error; }
-  turns.push(question);
+  try { body = compose(); } catch (error) { wrong = error; }
   const turn = addTurn("assistant");
   const facts = { started: performance.now(), first: null, last: null, pieces: 0, usage: null, reason: null };
   const controller = new AbortController();
@@ -148,6 +155,7 @@ async function answer() {
     showBusy(running !== null);
     finish(turn, facts);
   }
+  if (facts.reason === "tool_calls" && turns.at(-1) === turn && countAnswers() < MAX_CALLS) answer();
 }
 
 async function stream(body, turn, facts, signal) {
@@ -157,12 +165,13 @@ async function stream(body, turn, facts, signal) {
     const choice = event.choices?.[0];
     if (!choice) continue;
     facts.reason = choice.finish_reason ?? facts.reason;
-    const { content, reasoning_content: reasoning } = choice.delta ?? {};
-    if (!content && !reasoning) continue;
+    const { content, reasoning_content: reasoning, tool_calls: pieces } = choice.delta ?? {};
+    if (!content && !reasoning && !pieces) continue;
     facts.last = performance.now();
     facts.first ??= facts.last;
     facts.pieces += 1;
     if (reasoning) addReasoning(turn, reasoning);
+    if (pieces) addCalls(turn, pieces);
     if (content) { turn.text += content; turn.content.appendData(content); }
     scroll();
   }
@@ -180,6 +189,30 @@ function addReasoning(turn, text) {
   turn.reasoning.appendData(text);
 }
 
+function addCalls(turn, pieces) {
+  for (const call of gatherCalls(turn.calls ??= [], pieces)) {
+    const [box, shown] = [make("div", "call"), make("code")];
+    call.shown = document.createTextNode("");
+    shown.append(call.shown);
+    box.append(make("b", "", call.name), shown);
+    turn.body.append(box);
+    call.box = box;
+  }
+  for (const call of turn.calls) call.shown.data = call.text;
+}
+
+/** Runs the calls of a complete answer; those of another are shown, but not sent again. */
+function runCalls(turn, facts) {
+  if (facts.reason !== "tool_calls") {
+    turn.calls = null;
+    return;
+  }
+  for (const call of turn.calls) {
+    call.result = runCall(call);
+    call.box.append(make("span", "result", call.result));
+  }
+}
+
 function showBusy(isBusy) {
   const had = document.activeElement === stop || document.activeElement === send;
   send.hidden = isBusy;
@@ -191,6 +224,8 @@ const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number 
 const ENDS = { stop: "ended by itself", length: "cut at max_tokens", stopped: "stopped", tool_calls: "calls a tool" };
 
 function finish(turn, facts) {
+  const hasCalls = turn.calls?.length > 0;
+  if (hasCalls) runCalls(turn, facts);
   const line = make("div", "facts");
   const tokens = facts.usage?.completion_tokens;
   if (tokens !== undefined) line.append(make("span", "tokens", count(tokens, "token")));
@@ -206,7 +241,8 @@ function finish(turn, facts) {
     turn.shown.replaceChildren(...showMarkdown(turn.text)); // once it is complete: a mark may be half there before
     turn.shown.classList.add("shaped");
   }
-  if (!turn.text && !turn.failed && facts.reason !== "stopped") turn.shown.append(make("em", "", "(empty)"));
+  if (hasCalls && !turn.text) turn.shown.hidden = true;
+  else if (!turn.text && !turn.failed && facts.reason !== "stopped") turn.shown.append(make("em", "", "(empty)"));
   announce(turn.failed ? "The request failed." : `Answer ${facts.reason === "stopped" ? "stopped" : "complete"}.`);
   scroll();
 }

@@ -1,5 +1,7 @@
 // The fields of the settings form, as fields of a request. What is left empty is not sent.
 
+import { TOOLS } from "./tools.js";
+
 const STORE = "jaxserve.settings";
 const FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"];
 const INTEGERS = ["top_k", "max_tokens", "seed"];
@@ -23,6 +25,7 @@ export function readSettings() {
   if (value("form") === "json_schema") {
     body.response_format = { type: "json_schema", json_schema: { name: "playground", schema: readSchema() } };
   }
+  if (value("tools")) body.tools = TOOLS;
   return body;
 }
 
@@ -44,6 +47,7 @@ function summarize() {
   if (readSystem()) parts.unshift("system");
   if (value("stop").trim()) parts.push("stop");
   if (value("form")) parts.push(value("form"));
+  if (value("tools")) parts.push("tools");
   chosen.textContent = parts.join(", ") || "the model's defaults";
   schemaField.hidden = value("form") !== "json_schema";
 }
