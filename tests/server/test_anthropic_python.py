@@ -317,5 +317,5 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
         ask(client, messages=[{"role": "user", "content": "word " * 1100}])
     assert long.value.body["error"]["message"].startswith("prompt is too long")  # type: ignore[index]
     with pytest.raises(anthropic.BadRequestError) as wrong:
-        ask(client, tools=TOOLS)
-    assert "tool_choice.type: auto needs a model" in str(wrong.value)
+        ask(client, tools=TOOLS, tool_choice={"type": "tool", "name": "nope"})
+    assert "tool_choice.name: " in str(wrong.value)

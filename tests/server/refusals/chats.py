@@ -115,7 +115,7 @@ CHATS: list[Row] = [
         )
     ),
     *(
-        ({"chat_template_kwargs": {"enable_thinking": value}}, "chat_template_kwargs.enable_thinking")
+        ({"chat_template_kwargs": {"thinking": value}}, "chat_template_kwargs.thinking")
         for value in ("yes", 1, None, [], {"a": [[]]}, True)  # the demo's template does not read it
     ),
     ({"chat_template_kwargs": {"documents": [{"text": "x"}]}}, "chat_template_kwargs.documents"),

@@ -60,7 +60,6 @@ _CALLS: list[Row] = [
     ({"input": [{**CUSTOM_CALL, "arguments": "{}"}]}, "input[0]"),
 ]
 _TOOLS: list[Row] = [
-    ({"tools": [F]}, "tool_choice"),  # the demo model's template shows no calls
     ({"tools": [{**F, "strict": 5}]}, "tools[0].strict"),
     *(({"tools": [{"type": kind, "name": "f"}]}, "tools[0].type") for kind in ("x", 5, None, {}, "local_shell")),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0]"),
