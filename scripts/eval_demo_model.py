@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from demo_lm.scoring import evaluate, export_scores, list_problems, show_scores
+from demo_lm.exam import list_tool_problems
+from demo_lm.scoring import Problem, evaluate, export_scores, list_problems, show_scores
 from rich.console import Console
 
 if TYPE_CHECKING:
     from jaxserve import LLM
 
-_MAX_TOKENS = 128  # the longest expected answer has about 70
+_MAX_TOKENS = 160  # the longest expected answer has about 110
 
 
 def main() -> int:
@@ -28,8 +29,8 @@ def main() -> int:
     from jaxserve import LLM
 
     llm = LLM(arguments.model, **dict(arguments.option))
-    problems = list_problems(arguments.num_addition, arguments.num_json)
-    scores = evaluate(lambda questions: ask(llm, questions), problems)
+    problems = list_problems(arguments.num_addition, arguments.num_json) + list_tool_problems(arguments.num_tools)
+    scores = evaluate(lambda problems: ask(llm, problems), problems)
     console.print(show_scores(scores))
     for problem, answer in scores.wrong[: arguments.show]:
         console.print(f"asked     {problem.question}\nexpected  {problem.expected}\nanswered  {answer}\n", markup=False)
@@ -38,12 +39,18 @@ def main() -> int:
     return 0 if scores.passes() else 1
 
 
-def ask(llm: LLM, questions: Sequence[str]) -> list[str]:
-    """Returns the engine's greedy answers to all questions, submitted at once, each as a chat of one message."""
+def ask(llm: LLM, problems: Sequence[Problem]) -> list[str]:
+    """Returns the engine's greedy answers to all problems, submitted at once, through the chat template."""
     from jaxserve import SamplingParams
+    from jaxserve.tokenizers.chat import encode_chat
 
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    outputs = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS))
+    tokenizer, prompts = llm.get_tokenizer(), []
+    for problem in problems:
+        variables = {"enable_thinking": True} if problem.thinks else {}
+        shown = problem.prompt
+        ids = encode_chat(tokenizer, shown.messages, tools=shown.tools or None, variables=variables)[1]
+        prompts.append({"prompt_token_ids": ids})
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=_MAX_TOKENS))
     return [output.outputs[0].text for output in outputs]
 
 
@@ -52,6 +59,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="what LLM() takes (%(default)s)")
     parser.add_argument("--num-addition", type=int, default=500, help="sums to ask for (%(default)s)")
     parser.add_argument("--num-json", type=int, default=100, help="records to ask for (%(default)s)")
+    parser.add_argument("--num-tools", type=int, default=100, help="problems of each part with tools (%(default)s)")
     parser.add_argument(
         "--option", type=_read_option, action="append", default=[], metavar="NAME=VALUE",
         help="engine option, VALUE in JSON or plain text, e.g. enable_prefix_caching=false; may be repeated",

@@ -12,9 +12,9 @@ import sentencepiece as spm
 
 from demo_lm.model import DemoModel, Params
 from demo_lm.scoring import Problem, Scores, judge
-from demo_lm.tokens import EOS_ID, encode_prompt
+from demo_lm.tokens import EOS_ID, encode_open
 
-_ROWS, _LENGTH = 32, 128  # of every forward pass here: one compiled program
+_ROWS, _LENGTH = 8, 512  # of every forward pass here: one compiled program
 
 
 def answer_exam(
@@ -36,8 +36,8 @@ def answer_exam(
     failed = [index for index, is_exact in enumerate(exact) if not is_exact]
     answers = [text if is_exact else "" for text, is_exact in zip(expected, exact, strict=True)]
     if explain:
-        questions = [problems[index].question for index in failed]
-        for index, answer in zip(failed, generate(model, params, tokenizer, questions), strict=True):
+        asked = [problems[index] for index in failed]
+        for index, answer in zip(failed, generate(model, params, tokenizer, asked), strict=True):
             answers[index] = answer
     verdicts = [problem.accepts(answer) for problem, answer in zip(problems, answers, strict=True)]
     return judge(problems, verdicts, answers)
@@ -47,14 +47,14 @@ def generate(
     model: DemoModel,
     params: Params,
     tokenizer: spm.SentencePieceProcessor,
-    questions: Sequence[str],
+    problems: Sequence[Problem],
     *,
-    max_tokens: int = _LENGTH,
+    max_tokens: int = 160,
 ) -> list[str]:
-    """Greedy answers to user questions, as far as 128 positions reach. No KV cache: a small tool, not an engine."""
+    """Greedy answers, as far as 512 positions reach. No KV cache: a small tool, not an engine."""
     answers = []
-    for begin in range(0, len(questions), _ROWS):
-        prompts = [encode_prompt(tokenizer, question) for question in questions[begin : begin + _ROWS]]
+    for begin in range(0, len(problems), _ROWS):
+        prompts = [encode_problem(tokenizer, problem) for problem in problems[begin : begin + _ROWS]]
         rows = [list(prompt) for prompt in prompts]
         limits = [min(_LENGTH, len(prompt) + max_tokens) for prompt in prompts]
         running = list(range(len(rows)))
@@ -68,6 +68,11 @@ def generate(
     return answers
 
 
+def encode_problem(tokenizer: spm.SentencePieceProcessor, problem: Problem) -> list[int]:
+    """The ids of all that is shown, up to the point where the assistant speaks."""
+    return encode_open(tokenizer, problem.prompt, thinks=problem.thinks)
+
+
 def _check_exactness(
     model: DemoModel, params: Params, tokenizer: spm.SentencePieceProcessor, problems: Sequence[Problem]
 ) -> list[bool]:
@@ -75,7 +80,7 @@ def _check_exactness(
     for begin in range(0, len(problems), _ROWS):
         rows, starts = [], []
         for problem in problems[begin : begin + _ROWS]:
-            prompt = encode_prompt(tokenizer, problem.question)
+            prompt = encode_problem(tokenizer, problem)
             rows.append([*prompt, *tokenizer.encode(problem.expected), EOS_ID])
             starts.append(len(prompt))
         best = _predict_rows(model, params, rows)
@@ -85,7 +90,7 @@ def _check_exactness(
 
 
 def _predict_rows(model: DemoModel, params: Params, rows: Sequence[Sequence[int]]) -> np.ndarray:
-    """The likeliest token after each position, `[32, 128]` int32; at most 32 rows of at most 128 ids."""
+    """The likeliest token after each position, `[8, 512]` int32; at most 8 rows of at most 512 ids."""
     tokens = np.zeros((_ROWS, _LENGTH), np.int32)
     for row, ids in enumerate(rows):
         tokens[row, : len(ids)] = ids

@@ -14,9 +14,9 @@ import sentencepiece as spm
 from demo_lm.corpus import Conversation, draw_conversation, draw_turn
 from demo_lm.packing import Document
 from demo_lm.scoring import list_problems
-from demo_lm.tokens import BOS_ID, encode_conversation, encode_prompt
+from demo_lm.tokens import BOS_ID, encode_open, encode_prompt
 
-_MAX_TOKENS = 120
+_MAX_TOKENS = 160
 _TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # of the texts to learn from, in turn
 _STORY_EVERY = 7  # one more in so many prompts asks for a story: they are the hardest to draft, and rare in the corpus
 
@@ -48,14 +48,18 @@ def draw_prompts(tokenizer: spm.SentencePieceProcessor, count: int, seed: int) -
     prompts = []
     for index in range(count):
         is_story = index % _STORY_EVERY == _STORY_EVERY - 1
-        drawn = Conversation(turns=(draw_turn(rng, "story"),)) if is_story else draw_conversation(rng)
+        drawn = _ask_for_story(rng) if is_story else draw_conversation(rng)
         ids = [BOS_ID]  # plain text begins with nothing else
-        if drawn.turns:
-            open_turn = (drawn.turns[-1][0], "")
-            asked = Conversation(turns=(*drawn.turns[:-1], open_turn), system=drawn.system)
-            ids = encode_conversation(tokenizer, asked)[0][:-1]  # without the end of an empty answer
+        if drawn.messages:
+            thinks = "reasoning_content" in drawn.messages[-1]
+            ids = encode_open(tokenizer, Conversation(drawn.messages[:-1], drawn.tools), thinks=thinks)
         prompts.append(Prompt("any", tuple(ids), _TEMPERATURES[index % len(_TEMPERATURES)]))
     return prompts
+
+
+def _ask_for_story(rng: random.Random) -> Conversation:
+    question, answer = draw_turn(rng, "story")
+    return Conversation(({"role": "user", "content": question}, {"role": "assistant", "content": answer}))
 
 
 def list_held_out_prompts(tokenizer: spm.SentencePieceProcessor, per_skill: int) -> list[Prompt]:

@@ -20,11 +20,11 @@ from demo_lm.model import DemoModel, Params
 from demo_lm.optimizer import make_optimizer
 from demo_lm.packing import Packer, Shape, cycle_batches
 
-_SHORT = Shape(rows=16, length=128, isolated=True)
-_LONG = Shape(rows=4, length=512, isolated=False)
+_SHORT = Shape(rows=8, length=256, isolated=True)
+_LONG = Shape(rows=4, length=512, isolated=True)
 _LONGEST = Shape(rows=2, length=1024, isolated=False)
-SHAPES = (_SHORT, _SHORT, _SHORT, _LONG, _SHORT, _SHORT, _SHORT, _LONGEST)
-"""Batches of 2048 tokens: mostly texts by themselves, every fourth time many in a row, as the target was trained."""
+SHAPES = (_SHORT, _LONG, _SHORT, _LONG, _SHORT, _LONG, _SHORT, _LONGEST)
+"""Batches of 2048 tokens: texts by themselves, every eighth time many in a row, as the target was trained."""
 
 State = tuple[Params, optax.OptState]
 

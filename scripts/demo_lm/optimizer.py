@@ -22,9 +22,7 @@ def make_schedule(peak: float, num_steps: int, *, warmup: int = 60, decay_share:
     )
 
 
-def make_optimizer(
-    num_steps: int, *, matrix_lr: float = 0.015, other_lr: float = 0.004
-) -> optax.GradientTransformation:
+def make_optimizer(num_steps: int, *, matrix_lr: float = 0.01, other_lr: float = 0.003) -> optax.GradientTransformation:
     """Muon (orthogonalized momentum; Jordan et al. 2024) for the matrices: it asks for fewer tokens, which a CPU is
     short of. Embeddings and norm scales, which are no linear maps, stay with AdamW.
     """

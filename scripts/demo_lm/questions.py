@@ -150,12 +150,12 @@ def draw_question(rng: random.Random, entry: Entry) -> str:
     while True:
         own = not entry.names or rng.random() < 0.3
         text = rng.choice(entry.asks) if own else rng.choice(TEMPLATES).format(t=rng.choice(entry.names))
-        question = _disturb(rng, _capitalize(text), spare=entry.names)
+        question = disturb(rng, _capitalize(text), spare=entry.names)
         if question.lower() not in held_out:
             return question
 
 
-def _disturb(rng: random.Random, question: str, spare: tuple[str, ...]) -> str:
+def disturb(rng: random.Random, question: str, spare: tuple[str, ...], *, keeps_case: bool = False) -> str:
     """Garbles filler words outside of `spare`, adds sentences around, changes case or end mark: each sometimes."""
     if rng.random() < 0.2:
         question = _garble(rng, question, spare)
@@ -168,7 +168,7 @@ def _disturb(rng: random.Random, question: str, spare: tuple[str, ...]) -> str:
         question = f"{rng.choice(_WHO)} {rng.choice(_DOES)} {rng.choice(_WHEN)}. {question}"
     if rng.random() < 0.15:
         question += rng.choice(_CLOSERS)
-    if rng.random() < 0.05:
+    if rng.random() < 0.05 and not keeps_case:
         question = question.lower()
     if rng.random() < 0.15:
         question = question.rstrip("?.!")

@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from demo_lm import tasks
+from demo_lm.corpus import Conversation
 from demo_lm.glossary import load_glossary
 from demo_lm.questions import HELD_OUT_TEMPLATES, list_held_out_questions
 
-THRESHOLDS = {"addition": 0.97, "glossary": 0.90, "json": 0.90}
+THRESHOLDS = {
+    "addition": 0.97, "glossary": 0.90, "json": 0.90,
+    "call": 0.95, "no call": 0.98, "result": 0.95, "keys": 0.90, "reasoning": 0.95,
+}  # fmt: skip
 """Shares of right answers below which the demo model, or the engine that runs it, is broken."""
+
+_CALL = "<tool_call>"
 
 
 @dataclass(frozen=True)
@@ -25,13 +31,26 @@ class Problem:
     part: str  # the row of the table: what kind of question of that skill
     question: str
     expected: str
+    context: Conversation | None = None  # all that is shown, with the question; None: only that
+    thinks: bool = False  # the answer begins inside reasoning
+
+    @property
+    def prompt(self) -> Conversation:
+        """All that is shown."""
+        return self.context or Conversation(({"role": "user", "content": self.question},))
 
     def accepts(self, answer: str) -> bool:
-        """Whether `answer` is right: the same sum, the same record, or word for word the same sentence."""
+        """Whether `answer` is right: the same sum, call or record, or word for word the same sentence."""
         answer = answer.strip()
-        if self.skill == "addition":
+        if self.skill == "no call":
+            return bool(answer) and _CALL not in answer
+        if _CALL in self.expected:
+            return _read_call(answer) == _read_call(self.expected) is not None
+        if self.thinks and "</think>" not in answer:
+            return False
+        if self.skill in ("addition", "reasoning"):
             return tasks.read_sum(answer) == tasks.read_sum(self.expected)
-        if self.skill == "json":
+        if self.skill in ("json", "keys"):
             return answer == self.expected or _parse(answer) == json.loads(self.expected)
         return answer == self.expected
 
@@ -50,8 +69,9 @@ class Scores:
         return sum(count for (name, _), count in self.right.items() if name == skill) / max(total, 1)
 
     def passes(self) -> bool:
-        """Whether every skill reaches its threshold."""
-        return all(self.share(skill) >= least for skill, least in THRESHOLDS.items())
+        """Whether every skill that was asked for reaches its threshold."""
+        asked = {skill for skill, _ in self.total}
+        return all(self.share(skill) >= THRESHOLDS[skill] for skill in asked)
 
 
 def list_problems(num_addition: int = 500, num_json: int = 100, per_entry: int = 4, seed: int = 1) -> list[Problem]:
@@ -82,10 +102,10 @@ def evaluate(generate: Callable[[list[str]], Sequence[str]], problems: Sequence[
     """Asks every question at once and judges the answers.
 
     Args:
-        generate: user questions to greedy answers, in the same order, without special tokens.
+        generate: problems to greedy answers, in the same order, without special tokens.
         problems: what to ask; see `list_problems`.
     """
-    answers = generate([problem.question for problem in problems])
+    answers = generate(problems)
     return judge(
         problems, [problem.accepts(answer) for problem, answer in zip(problems, answers, strict=True)], answers
     )
@@ -111,6 +131,8 @@ def show_scores(scores: Scores, *, title: str = "demo model: answers to unseen q
     for heading in ("skill", "questions", "right", "share", "threshold"):
         table.add_column(heading, justify="left" if heading in ("skill", "questions") else "right")
     for skill, least in THRESHOLDS.items():
+        if not any(name == skill for name, _ in scores.total):
+            continue
         parts = sorted(part for name, part in scores.total if name == skill)
         for part in parts:
             right, total = scores.right[skill, part], scores.total[skill, part]
@@ -124,7 +146,7 @@ def show_scores(scores: Scores, *, title: str = "demo model: answers to unseen q
 def export_scores(scores: Scores) -> dict[str, object]:
     """The same as plain data for a JSON file."""
     return {
-        "skills": {skill: scores.share(skill) for skill in THRESHOLDS},
+        "skills": {skill: scores.share(skill) for skill, _ in scores.total},
         "thresholds": THRESHOLDS,
         "parts": [
             {"skill": skill, "part": part, "right": scores.right[skill, part], "total": total}
@@ -136,6 +158,12 @@ def export_scores(scores: Scores) -> dict[str, object]:
         ],
         "passes": scores.passes(),
     }
+
+
+def _read_call(text: str) -> object:
+    """The only call of an answer; None if there is none, or more than one."""
+    _, _, call = text.partition(_CALL)
+    return _parse(call.removesuffix("</tool_call>"))
 
 
 def _parse(text: str) -> object:

@@ -106,9 +106,9 @@ def draw_record(rng: random.Random, *, held_out: bool) -> dict[str, str | int]:
     """Two to four fields on the asked side of the split; `name` comes first more often than not."""
     while True:
         fields: dict[str, str | int] = {
-            "name": _draw_name(rng),
+            "name": draw_name(rng),
             "age": rng.randint(1, 99),
-            "city": rng.choice(_CITIES) if rng.random() < 0.6 else _draw_name(rng),
+            "city": rng.choice(_CITIES) if rng.random() < 0.6 else draw_name(rng),
             "job": rng.choice(_JOBS),
             "color": rng.choice(_COLORS),
             "pet": rng.choice(_ANIMALS),
@@ -135,7 +135,7 @@ def write_json(record: dict[str, str | int]) -> str:
 
 def draw_story(rng: random.Random) -> tuple[str, str]:
     """A question and its story."""
-    name, animal = _draw_name(rng), rng.choice(_ANIMALS)
+    name, animal = draw_name(rng), rng.choice(_ANIMALS)
     wordings = STORY_WORDINGS if rng.random() < 0.7 else OPEN_STORY_WORDINGS
     return rng.choice(wordings).format(name=name, animal=animal), _write_story(rng, name, animal)
 
@@ -171,7 +171,7 @@ def _draw_number(rng: random.Random, short: float) -> int:
     return rng.randint(100, 999) if rng.random() < 0.6 else rng.randint(10, 99)
 
 
-def _draw_name(rng: random.Random) -> str:
+def draw_name(rng: random.Random) -> str:
     """A common name, or as often an invented one, so that copying is learned and not a list of names."""
     return rng.choice(_NAMES) if rng.random() < 0.5 else draw_invented_word(rng).capitalize()
 

@@ -20,17 +20,19 @@ from rich.progress import Progress
 
 from demo_lm.answering import answer_exam
 from demo_lm.corpus import draw_conversation
+from demo_lm.exam import list_tool_problems
+from demo_lm.export import load_checkpoint
 from demo_lm.model import DemoConfig, DemoModel, Params, compute_loss
 from demo_lm.optimizer import make_optimizer
 from demo_lm.packing import Packer, Shape, cycle_batches, seed_step
 from demo_lm.scoring import list_problems
-from demo_lm.tokens import encode_conversation, load_tokenizer, train_tokenizer
+from demo_lm.tokens import SPACE, encode_conversation, load_tokenizer, train_tokenizer
 
-_SHORT = Shape(rows=32, length=128, isolated=True)
-_LONG = Shape(rows=8, length=512, isolated=False)
+_SHORT = Shape(rows=16, length=256, isolated=True)
+_LONG = Shape(rows=8, length=512, isolated=True)
 _LONGEST = Shape(rows=4, length=1024, isolated=False)
-SHAPES = (_SHORT, _SHORT, _SHORT, _LONG, _SHORT, _SHORT, _SHORT, _LONGEST)
-"""Batches of 4096 tokens each: mostly documents by themselves, every fourth time long texts made of many."""
+SHAPES = (_SHORT, _LONG, _SHORT, _LONG, _SHORT, _LONG, _SHORT, _LONGEST)
+"""Batches of 4096 tokens each: documents by themselves, every eighth time long texts made of many."""
 
 _KEPT_SHARE = 0.3  # of the steps: how often a checkpoint is kept for good
 
@@ -46,6 +48,7 @@ class Settings:
     seed: int = 0
     report_every: int = 25
     check_every: int = 150
+    init: Path | None = None  # an exported checkpoint whose weights are the first ones
 
 
 def run_training(settings: Settings, console: Console) -> tuple[DemoConfig, Params, Path]:
@@ -62,6 +65,8 @@ def run_training(settings: Settings, console: Console) -> tuple[DemoConfig, Para
     model, optimizer = DemoModel(config), make_optimizer(settings.num_steps)
     empty = jnp.zeros((1, 8), jnp.int32)
     params = jax.jit(model.init)(jax.random.key(settings.seed), empty, empty)["params"]
+    if settings.init is not None:
+        params = adopt_checkpoint(settings.init, params, tokenizer)
     state = {"params": params, "optimizer": optimizer.init(params)}
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2,
@@ -79,6 +84,25 @@ def run_training(settings: Settings, console: Console) -> tuple[DemoConfig, Para
             run = _Run(settings, model, optimizer, tokenizer, checkpoints, progress)
             state = run.advance(state, start)
     return config, state["params"], tokenizer_path
+
+
+def adopt_checkpoint(directory: Path, params: Params, tokenizer: spm.SentencePieceProcessor) -> Params:
+    """Returns an exported checkpoint's parameters, for another vocabulary.
+
+    A piece that the old vocabulary has, perhaps with a space before it, keeps its row of the embedding; another gets
+    the mean of the rows of the old pieces that spell it; a piece without text keeps the row of `params`.
+    """
+    _, adopted = load_checkpoint(directory)
+    old = spm.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    known = {old.id_to_piece(token_id): token_id for token_id in range(old.vocab_size())}
+    rows = np.array(params["embed_tokens"])
+    for token_id in range(tokenizer.vocab_size()):
+        piece = tokenizer.id_to_piece(token_id)
+        known_as = next((each for each in (SPACE + piece, piece) if each in known), None)
+        spelled = [known[known_as]] if known_as is not None else old.encode(piece.replace(SPACE, " "))
+        if spelled:
+            rows[token_id] = np.asarray(adopted["embed_tokens"])[spelled].mean(axis=0)
+    return {**adopted, "embed_tokens": jnp.asarray(rows)}
 
 
 @dataclass(frozen=True)
@@ -114,7 +138,7 @@ class _Run:
         return state
 
     def _check(self, step: int, params: Params) -> None:
-        problems = list_problems(num_addition=128, num_json=64, per_entry=1, seed=2)
+        problems = list_problems(num_addition=64, num_json=32, per_entry=1, seed=2) + list_tool_problems(32, seed=2)
         scores = answer_exam(self.model, params, self.tokenizer, problems, explain=False)
         shares = {f"{skill}, {part}": scores.right[skill, part] / n for (skill, part), n in scores.total.items()}
         self._report(step, shares)

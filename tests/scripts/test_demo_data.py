@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from demo_lm import corpus, scoring, tasks, tokens
+from demo_lm import calling, corpus, exam, scoring, tasks, tokens, toolbox
 from demo_lm.glossary import load_glossary
 from demo_lm.packing import Packer, Shape, seed_step
 from demo_lm.questions import (
@@ -25,9 +24,12 @@ from demo_lm.questions import (
     list_training_questions,
 )
 
+from jaxserve.errors import InvalidRequestError
+from jaxserve.tokenizers.template import render_template
+
 pytestmark = pytest.mark.thorough
 
-_LONGEST_TURN = 110  # tokens; `answering` reads 128 at once
+_LONGEST_TURN = 160  # tokens of a question without tools and its answer
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +138,13 @@ def test_an_unknown_skill_is_refused() -> None:
 
 def test_judging_accepts_equal_answers_and_nothing_else() -> None:
     problems = scoring.list_problems(10, 10)
-    perfect = scoring.evaluate(lambda questions: [p.expected for p in problems], problems)
+    perfect = scoring.evaluate(lambda problems: [p.expected for p in problems], problems)
     assert perfect.passes()
     assert not perfect.wrong
-    silent = scoring.evaluate(lambda questions: ["" for _ in questions], problems)
+    silent = scoring.evaluate(lambda problems: ["" for _ in problems], problems)
     assert not silent.passes()
     assert len(silent.wrong) == len(problems)
-    assert [silent.share(skill) for skill in scoring.THRESHOLDS] == [0, 0, 0]
+    assert not any(silent.right.values())
 
 
 def test_a_sum_counts_by_its_result_and_a_record_by_its_content() -> None:
@@ -168,8 +170,12 @@ def test_every_turn_fits_into_the_exam_window(tokenizer) -> None:
 
 
 def test_encoding_keeps_the_text_and_weighs_the_answer(tokenizer) -> None:
-    conversation = corpus.Conversation(turns=(("What is 12 + 3?", "= 15"),), system="Be brief.")
-    ids, weights = tokens.encode_conversation(tokenizer, conversation)
+    messages = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 12 + 3?"},
+        {"role": "assistant", "content": "= 15"},
+    )
+    ids, weights = tokens.encode_conversation(tokenizer, corpus.Conversation(messages))
     assert tokenizer.decode(ids) == "Be brief.What is 12 + 3?= 15"
     answer = [*tokenizer.encode("= 15"), tokens.EOS_ID]
     assert ids[-len(answer) :] == answer
@@ -184,16 +190,97 @@ def test_digits_are_single_pieces_and_typed_control_tokens_stay_text(tokenizer) 
 
 
 def test_the_chat_template_agrees_with_the_encoding(tokenizer) -> None:
-    template = ImmutableSandboxedEnvironment().from_string(tokens.CHAT_TEMPLATE)
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Ho"},
-        {"role": "user", "content": "Hu"},
+    rng = random.Random(8)
+    drawn = [corpus.draw_conversation(rng) for _ in range(300)]
+    for conversation in filter(lambda each: each.messages, drawn):
+        text = render_template(
+            tokens.CHAT_TEMPLATE, list(conversation.messages), {"bos_token": tokens.BOS}, tools=list(conversation.tools)
+        )
+        parts = "".join(f"<|{role}|>{part}<|end|>" for role, part in tokens.write_parts(conversation))
+        assert text == tokens.BOS + parts
+    assert sum(bool(each.tools) for each in drawn) > 50
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_an_open_answer_is_encoded_as_the_template_begins_it(tokenizer, thinks: bool) -> None:
+    messages = ({"role": "user", "content": "Hi"},)
+    variables = {"bos_token": tokens.BOS, "add_generation_prompt": True, "enable_thinking": thinks}
+    text = render_template(tokens.CHAT_TEMPLATE, list(messages), variables)
+    ids = tokens.encode_open(tokenizer, corpus.Conversation(messages), thinks=thinks)
+    assert "".join(tokenizer.id_to_piece(token_id) for token_id in ids).replace("<0x0A>", "\n") == text
+
+
+def test_results_that_follow_each_other_share_a_turn_and_calls_a_message() -> None:
+    calls = [{"type": "function", "function": {"name": name, "arguments": {"a": 1}}} for name in ("one", "two")]
+    messages = (
+        {"role": "user", "content": "Both."},
+        {"role": "assistant", "content": "Well.", "tool_calls": calls},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    )
+    assert tokens.write_parts(corpus.Conversation(messages))[1:] == [
+        (
+            "assistant",
+            'Well.\n<tool_call>\n{"name": "one", "arguments": {"a": 1}}\n</tool_call>'
+            '\n<tool_call>\n{"name": "two", "arguments": {"a": 1}}\n</tool_call>',
+        ),
+        ("user", "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"),
     ]
-    text = template.render(messages=messages, bos_token=tokens.BOS, add_generation_prompt=True)
-    ids, _ = tokens.encode_conversation(tokenizer, corpus.Conversation(turns=(("Hi", "Ho"), ("Hu", ""))))
-    pieces = "".join(tokenizer.id_to_piece(token_id) for token_id in ids[:-1])
-    assert text == pieces == "<s><|user|>Hi<|end|><|assistant|>Ho<|end|><|user|>Hu<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "user", "content": "Hi"}]])
+def test_the_template_refuses_a_result_without_its_call(before: list[dict[str, str]]) -> None:
+    messages = [*before, {"role": "tool", "content": "1"}]
+    with pytest.raises(InvalidRequestError, match="A result needs the call"):
+        render_template(tokens.CHAT_TEMPLATE, messages, {"bos_token": tokens.BOS})
+
+
+def test_keys_that_a_grammar_imposes_are_not_learned(tokenizer) -> None:
+    messages = (
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": '{"wug": "Ada B", "n": 12, "last": "x"}'},
+    )
+    ids, weights = tokens.encode_conversation(tokenizer, corpus.Conversation(messages, imposed="{"))
+    learned = [token_id for token_id, weight in zip(ids, weights, strict=True) if weight == 1]
+    assert tokenizer.decode(learned).replace(" ", "") == '"AdaB",12,"x"}'
+
+
+def test_tools_of_the_exam_are_never_offered_in_training() -> None:
+    rng = random.Random(9)
+    kinds = ("add", "lookup", "other")
+    trained = {toolbox.draw_tool(rng, kind).name for kind in kinds for _ in range(1500)}
+    asked = [toolbox.draw_tool(rng, kind, held_out=True) for kind in kinds for _ in range(100)]
+    assert all(toolbox.is_held_out(f"{tool.kind} {tool.name}") for tool in asked)
+    same = {tool.name for tool in asked if tool.name in trained}
+    assert all(any(not toolbox.is_held_out(f"{kind} {name}") for kind in kinds) for name in same)
+    assert {term for term, _ in (calling.draw_term(rng) for _ in range(1500))}.isdisjoint(
+        {term for term, _ in (calling.draw_term(rng, held_out=True) for _ in range(200))}
+    )
+
+
+def test_every_right_call_fits_its_schema() -> None:
+    rng = random.Random(10)
+    for _ in range(300):
+        tools = toolbox.draw_tools(rng, ["add", "lookup", "other"])
+        exchange = rng.choice(
+            (calling.ask_sum(rng, tools), calling.ask_term(rng, tools[1]), calling.ask_use(rng, tools[2]))
+        )
+        assert exchange.tool in tools
+        assert exchange.arguments is not None
+        properties = exchange.tool.function["parameters"]["properties"]
+        assert list(exchange.arguments) == list(properties)
+        for name, value in exchange.arguments.items():
+            assert isinstance(value, str) == (properties[name]["type"] == "string")
+
+
+def test_the_exam_with_tools_accepts_its_own_answers_only() -> None:
+    problems = exam.list_tool_problems(20)
+    assert problems == exam.list_tool_problems(20)
+    perfect = scoring.evaluate(lambda problems: [p.expected for p in problems], problems)
+    assert perfect.passes()
+    assert not perfect.wrong
+    others = scoring.evaluate(lambda problems: [f"<tool_call>\n{p.question}" for p in problems], problems)
+    assert not any(others.right.values())
 
 
 def test_packing_keeps_documents_whole_and_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from demo_lm import tokens
 from demo_lm.answering import answer_exam, generate
 from demo_lm.export import export_checkpoint, load_checkpoint
-from demo_lm.model import DemoConfig, DemoModel, compute_loss
+from demo_lm.model import DemoConfig, DemoModel, compute_loss, product
 from demo_lm.scoring import Problem
+from demo_lm.tokens import load_tokenizer, train_tokenizer
+from demo_lm.training import adopt_checkpoint
 
 pytestmark = pytest.mark.thorough
 
@@ -56,6 +59,36 @@ def test_a_position_sees_neither_later_tokens_nor_other_segments(model: DemoMode
     np.testing.assert_allclose(apply({"params": params}, changed, segments)[:, 6:], logits[:, 6:], atol=1e-5)
     whole = apply({"params": params}, ids, np.ones_like(ids))
     assert np.abs(whole[:, 6:] - logits[:, 6:]).max() > 0.01
+
+
+@pytest.mark.parametrize("batch", [(), (4,)])
+def test_a_product_has_the_gradients_of_a_product(batch: tuple[int, ...]) -> None:
+    keys = jax.random.split(jax.random.key(1), 3)
+    x, y = (jax.random.normal(key, (*batch, *shape)) for key, shape in zip(keys, ((6, 8), (8, 10)), strict=False))
+    weight = jax.random.normal(keys[2], (*batch, 6, 10))
+    found = jax.grad(lambda x, y: jnp.sum(product(x, y) * weight), (0, 1))(x, y)
+    right = jax.grad(lambda x, y: jnp.sum(jnp.matmul(x, y, precision="highest") * weight), (0, 1))(x, y)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=0.05), found, right)  # the gradient is rounded to bf16
+
+
+def test_weights_are_adopted_by_piece(model: DemoModel, params, tmp_path: Path) -> None:
+    """A piece that the old vocabulary has keeps its row; the others get the mean of those that spell them."""
+    train_tokenizer(tmp_path / "tokenizer.model", num_documents=300)
+    old = load_tokenizer(tmp_path / "tokenizer.model")
+    config = replace(model.config, vocab_size=old.vocab_size())
+    empty = jnp.zeros((1, 4), jnp.int32)
+    drawn = jax.jit(DemoModel(config).init)(jax.random.key(0), empty, empty)["params"]
+    export_checkpoint(tmp_path / "checkpoint", config, drawn, tmp_path / "tokenizer.model")
+    _, kept = load_checkpoint(tmp_path / "checkpoint")
+    train_tokenizer(tmp_path / "new.model", seed=1, num_documents=300)
+    new = load_tokenizer(tmp_path / "new.model")
+    other = {**drawn, "embed_tokens": jnp.zeros_like(drawn["embed_tokens"])}
+    rows = adopt_checkpoint(tmp_path / "checkpoint", other, new)["embed_tokens"]
+    same = next(id for id in range(500, 1536) if old.piece_to_id(new.id_to_piece(id)) > 0)
+    np.testing.assert_array_equal(rows[same], kept["embed_tokens"][old.piece_to_id(new.id_to_piece(same))])
+    fresh = next(id for id in range(500, 1536) if old.piece_to_id(new.id_to_piece(id)) == 0)
+    spelled = old.encode(new.id_to_piece(fresh).replace("\u2581", " "))
+    np.testing.assert_allclose(rows[fresh], kept["embed_tokens"][np.array(spelled)].mean(axis=0), rtol=1e-5)
 
 
 def test_loss_counts_weighted_tokens_only(model: DemoModel, params) -> None:
@@ -105,7 +138,8 @@ class _Numbers:
 def test_one_pass_recognizes_what_generation_would_say(model: DemoModel, params) -> None:
     ending = {**params, "embed_tokens": params["embed_tokens"].at[tokens.EOS_ID].mul(6)}  # answers end soon
     questions = [f"{number} {number + 1} 7" for number in range(20, 52)]
-    answers = generate(model, ending, _Numbers(), questions, max_tokens=16)
+    asked = [Problem("glossary", "", question, "") for question in questions]
+    answers = generate(model, ending, _Numbers(), asked, max_tokens=16)
     ended = [(q, a) for q, a in zip(questions, answers, strict=True) if 0 < len(a.split()) < 16]
     assert len(ended) >= 5
     problems = [Problem("glossary", "exact", question, answer) for question, answer in ended]
