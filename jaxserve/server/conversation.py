@@ -139,15 +139,13 @@ def _choose_parsers(conversation: Conversation, state: ServerState) -> tuple[str
 
 @contextmanager
 def _name_tools(form: StructuredOutputsParams | None) -> Iterator[None]:
-    """Names the tools, and the form if there is one, in errors of a grammar that has calls."""
+    """Names the tools in errors of a grammar that has their calls beside a form."""
     try:
         yield
     except InvalidRequestError as error:
-        if not error.field.startswith("structured_outputs"):
+        if form is None or not error.field.startswith("structured_outputs"):
             raise
         reason = str(error).removeprefix(f"{error.field}: ")
-        if form is None:
-            raise InvalidRequestError(f"as the grammar of their calls: {reason}", field="tools") from error
         message = f"with the tools, which may be called instead (tool_choice auto), as one grammar: {reason}"
         raise InvalidRequestError(message, field="structured_outputs") from error
 

@@ -56,6 +56,11 @@ def name_form(body: Any) -> dict[str, str]:
     return {"structured_outputs.json": "response_format.json_schema.schema", **_PLAIN_FORM}
 
 
+def name_calls(place: str = "tools") -> dict[str, str]:
+    """Returns the body's name of a form that calls impose: a schema, or a grammar in the model's own format."""
+    return dict.fromkeys(("structured_outputs.json", "structured_outputs.grammar", "structured_outputs"), place)
+
+
 def _translate(field: str, names: Mapping[str, str]) -> str:
     for inner, outer in names.items():
         rest = field.removeprefix(inner)

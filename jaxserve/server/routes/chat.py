@@ -31,7 +31,15 @@ from jaxserve.server.events import (
 from jaxserve.server.generation import Account
 from jaxserve.server.logprobs import to_prompt_logprobs
 from jaxserve.server.openapi import document
-from jaxserve.server.prompts import check_count, check_length, name_fields, name_form, read_form, rename_field
+from jaxserve.server.prompts import (
+    check_count,
+    check_length,
+    name_calls,
+    name_fields,
+    name_form,
+    read_form,
+    rename_field,
+)
 from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import DONE, make_chunk_writer, render_error
@@ -77,7 +85,7 @@ def list_names(body: ChatCompletionRequest) -> dict[str, str]:
     if body.max_tokens is None:
         names["max_tokens"] = "max_completion_tokens"
     if body.response_format is None and body.structured_outputs is None:
-        names |= dict.fromkeys(("structured_outputs.json", "structured_outputs"), "tools")  # they force the call's form
+        names |= name_calls()
     return names | name_form(body)
 
 

@@ -22,7 +22,7 @@ from jaxserve.server.errors import ApiError
 from jaxserve.server.events import AnswerEnded, ArgumentsDelta, CallBegun, CallEnded, ReasoningDelta, TextDelta, Update
 from jaxserve.server.generation import Account
 from jaxserve.server.openapi import document
-from jaxserve.server.prompts import check_length, name_fields, rename_field
+from jaxserve.server.prompts import check_length, name_calls, name_fields, rename_field
 from jaxserve.server.protocol.message_tools import read_choice, read_tool
 from jaxserve.server.protocol.messages import (
     CountTokensRequest,
@@ -83,9 +83,9 @@ def list_names(body: CountTokensRequest) -> dict[str, str]:
     names = dict(_NAMES)
     if body.structured_outputs is None:
         has_form = body.output_config is not None and body.output_config.format is not None
-        outer = "output_config.format" if has_form else "tools"  # tools force the form of a call
-        names["structured_outputs.json"] = f"{outer}.schema" if has_form else outer
-        names["structured_outputs"] = outer
+        form = "output_config.format"
+        own = {"structured_outputs.json": f"{form}.schema", "structured_outputs": form}
+        names |= own if has_form else name_calls()
     for at in range(len(body.tools or ())):
         names[f"tools[{at}].function.parameters"] = f"tools[{at}].input_schema"
         names[f"tools[{at}].function"] = f"tools[{at}]"

@@ -29,7 +29,7 @@ from jaxserve.server.events import (
 )
 from jaxserve.server.generation import Account, echo_tier
 from jaxserve.server.openapi import document
-from jaxserve.server.prompts import check_length, name_fields, rename_field
+from jaxserve.server.prompts import check_length, name_calls, name_fields, rename_field
 from jaxserve.server.protocol.response_input import InputReader
 from jaxserve.server.protocol.response_items import CallItem, ItemEvent, OutputItem, TextItem
 from jaxserve.server.protocol.response_tools import ResponseTools, read_response_tools
@@ -141,8 +141,8 @@ class ResponseReader:
         if body.structured_outputs is None:
             if body.text is not None and body.text.format is not None:
                 names |= {"structured_outputs.json": "text.format.schema", "structured_outputs": "text.format"}
-            else:  # they force the call's form
-                names |= dict.fromkeys(("structured_outputs.json", "structured_outputs"), "tools")
+            else:
+                names |= name_calls()
         for inner, outer in {**names, **_NAMES}.items():
             self.names.setdefault(inner, outer)
 
