@@ -110,11 +110,9 @@ const tests = {
       assert.equal(final.tool_calls.length, 1);
       assert.equal(final.tool_calls[0].function.arguments, call.function.arguments);
     }
-    await assert.rejects(client.chat.completions.create({ ...body, tool_choice: "auto" }), (error) => {
-      assert.ok(error instanceof OpenAI.BadRequestError);
-      assert.equal(error.param, "tool_choice");
-      return true;
-    });
+    const chosen = await client.chat.completions.create({ ...body, tool_choice: "auto" });
+    const { content, tool_calls } = chosen.choices[0].message;
+    assert.ok(content || tool_calls.length);
   },
 
   async "responses, whole and as events"() {

@@ -70,7 +70,6 @@ CHATS: list[Row] = [
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
     (_message("assistant", content="a", refusal="no"), "messages[0]"),
     (_message("assistant", content=[{"type": "refusal", "refusal": 5}]), "messages[0].content[0].refusal"),
-    ({"tools": [make_tool(name="f")]}, "tool_choice"),
     (_forced({}), "tools[0].type"),
     (_forced({"type": "web_search"}), "tools[0].type"),
     (_forced({"type": "function"}), "tools[0].function"),
