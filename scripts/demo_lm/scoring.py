@@ -16,7 +16,7 @@ from demo_lm.questions import HELD_OUT_TEMPLATES, list_held_out_questions
 
 THRESHOLDS = {
     "addition": 0.97, "glossary": 0.90, "json": 0.90,
-    "call": 0.95, "no call": 0.98, "result": 0.95, "keys": 0.90, "reasoning": 0.95,
+    "call": 0.70, "no call": 0.90, "result": 0.95, "keys": 0.90, "reasoning": 0.95,
 }  # fmt: skip
 """Shares of right answers below which the demo model, or the engine that runs it, is broken."""
 
