@@ -133,7 +133,7 @@ def test_structured_outputs() -> None:
     assert re.fullmatch(r"[a-z]+@[a-z]+\.com", address)
     query = generate(StructuredOutputsParams(grammar=SQL), max_tokens=60)
     assert re.fullmatch(r"SELECT col_[12]  from table_[12]  where col_[12] = [12] ", query)
-    schema = CarDescription.model_json_schema()
+    schema = CarDescription.model_json_schema() | {"additionalProperties": False}
     for name in ("brand", "model"):
         schema["properties"][name]["maxLength"] = 12  # so that the little model comes to an end
     text = generate(StructuredOutputsParams(json=schema), max_tokens=180)
