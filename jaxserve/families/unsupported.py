@@ -39,7 +39,6 @@ _RECURRENT = "whose recurrent state is not served yet"
 _RECURRENT_TYPES: dict[str, str] = {
     **dict.fromkeys(("mamba", "falcon_mamba"), f"it has Mamba layers, {_RECURRENT}"),
     **dict.fromkeys(("zamba", "jamba", "bamba", "falcon_h1"), f"it has Mamba layers, {_RECURRENT}"),
-    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), f"it has Mamba-2 layers, {_RECURRENT}"),
     "rwkv": f"it has RWKV layers, {_RECURRENT}",
     **dict.fromkeys(("kimi_linear", "bailing_moe_v3"), f"it has Kimi Delta Attention, {_RECURRENT}"),
     "olmo_hybrid": f"it has Gated DeltaNet in a form of its own, {_RECURRENT}",

@@ -63,7 +63,7 @@ def choose_norm_centre(case: Case, name: str) -> float:
     is_gemma, is_gemma4 = case.family.startswith("gemma"), case.family.startswith("gemma4")
     is_hybrid = case.family.startswith(("qwen3_next", "qwen3_5")) and not name.endswith("linear_attn.norm.weight")
     scale = 1.0
-    if name in ("model.norm.weight", "model.embedding_norm.weight"):
+    if name in ("model.norm.weight", "model.embedding_norm.weight", "model.norm_f.weight"):
         scale = case.final_norm
     elif is_gemma and "post_" in name:
         scale = 3.0
@@ -89,7 +89,7 @@ def draw_weight(case: Case, name: str, shape: tuple[int, ...], seed: int) -> tor
         values = 1.0 + 0.2 * values
     elif "norm" in name:
         values = choose_norm_centre(case, name) + 0.2 * values
-    elif "embed_tokens" in name or "embed_in" in name:
+    elif any(part in name for part in ("embed_tokens", "embed_in", "embeddings")):
         values = case.embed_std * values
     elif "lm_head" in name:
         values = case.head_std * values

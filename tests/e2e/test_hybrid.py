@@ -20,6 +20,7 @@ from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
 from tests.golden_cases import load_case
 
 CASE = "qwen3_next"
+MORE = ("qwen3_5_moe", "lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_dense", "nemotron_h")
 THOROUGH = pytest.mark.thorough
 
 
@@ -61,9 +62,7 @@ def test_a_preempted_row_goes_on_from_its_snapshot_or_begins_again(
     assert [output.outputs[0].token_ids for output in outputs] == alone
 
 
-@pytest.mark.parametrize(
-    "case", ["qwen3_5", *(pytest.param(name, marks=THOROUGH) for name in ("qwen3_5_moe", "lfm2", "lfm2_moe"))]
-)
+@pytest.mark.parametrize("case", ["qwen3_5", *(pytest.param(name, marks=THOROUGH) for name in MORE)])
 def test_other_families_give_the_tokens_of_the_reference(case: str, engines: Engines) -> None:
     golden = load_case(case)
     assert generate_ids(engines.get(make_llm, case), golden.prompts, greedy(64)) == golden.greedy

@@ -19,72 +19,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.core.layers.gated_delta import GatedDeltaConfig
 from jaxserve.core.runtime import startup
 from jaxserve.core.scheduler import StepPlan
 from jaxserve.sampling_params import OutputKind
 from jaxserve.structured_params import StructuredOutputsParams
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import MAX_MODEL_LEN, make_llm
+from tests.e2e.state_references import Reference, make_reference
 from tests.engine.test_grammars import Grammar
 from tests.examples import scale_examples
 
-CASE, VOCAB = "qwen3_next", 83
+VOCAB = 83
+MORE = ("lfm2", "granite_hybrid")
+CASES = ("qwen3_next", *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE))
 ERROR = 2e-5
 PAGES = 22  # of 8 tokens: fewer than four rows need
 SCALE = 0.5  # of the convolution of the first layer in new weights
-
-State = tuple[np.ndarray, np.ndarray]  # of the heads [N, A, B], and the last inputs of the convolution [W - 1, C]
-
-
-class Recurrence:
-    """The first layer's state behind any text, token by token in float64, by the definition of the layer."""
-
-    def __init__(self, llm: LLM, scale: float) -> None:
-        model, params = llm.ready.shapes.model, jax.device_get(llm.ready.runner.params)
-        delta = model.layers[0].mixer
-        assert isinstance(delta, GatedDeltaConfig)
-        self.delta, self.sizes = delta, delta.sizes
-        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["layers"][0])
-        x = np.asarray(params["embed"]["weight"], np.float64)
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm.eps) * (1 + wide["attn_norm"]["weight"])
-        columns = (x @ wide["qkvz"]["weight"]).reshape(len(x), self.sizes.keys, -1)
-        self.channels = columns[..., : delta.head_channels].reshape(len(x), -1)  # of each token of the vocabulary
-        b, a = np.split((x @ wide["ba"]["weight"]).reshape(len(x), self.sizes.keys, -1), 2, axis=-1)
-        self.beta = 1 / (1 + np.exp(-b.reshape(len(x), -1)))
-        self.remains = np.exp(-np.exp(wide["decay"]) * np.logaddexp(0, a.reshape(len(x), -1) + wide["decay_bias"]))
-        self.weight = wide["conv"] * scale
-        start = np.zeros((delta.num_value_heads, delta.key_dim, delta.value_dim)), np.zeros_like(self.weight[1:])
-        self.known: dict[tuple[int, ...], State] = {(): start}
-
-    def find(self, text: tuple[int, ...]) -> State:
-        """The state behind a text."""
-        length = len(text)
-        while text[:length] not in self.known:
-            length -= 1
-        for end in range(length, len(text)):
-            self.known[text[: end + 1]] = self.advance(self.known[text[:end]], text[end])
-        return self.known[text]
-
-    def advance(self, state: State, token: int) -> State:
-        heads, inputs = state
-        inputs = np.concatenate([inputs, self.channels[token][None]])
-        mixed = (self.weight * inputs).sum(0)
-        mixed = (mixed / (1 + np.exp(-mixed))).reshape(self.sizes.keys, -1)
-        size = self.delta.key_dim
-        k = mixed[:, size : 2 * size]
-        k = np.repeat(k / np.sqrt((k * k).sum(-1, keepdims=True) + 1e-6), self.sizes.group, axis=0)
-        v = mixed[:, 2 * size :].reshape(-1, self.delta.value_dim)
-        heads = heads * self.remains[token][:, None, None]
-        change = self.beta[token][:, None] * (v - np.einsum("nab,na->nb", heads, k))
-        return heads + k[:, :, None] * change[:, None], inputs[1:]
 
 
 class Farm(RuleBasedStateMachine):
     """An engine with fewer pages than its rows need."""
 
     llms: tuple[LLM, ...]
-    recurrences: tuple[Recurrence, Recurrence]  # of the weights, and of those that they change to
+    references: tuple[Reference, Reference]  # of the weights, and of those that they change to
     weights: tuple[Any, Any]
     preemptions = hits = resumed = 0
 
@@ -195,7 +152,7 @@ class Farm(RuleBasedStateMachine):
 
     def check(self) -> None:
         (pool,) = self.llm.ready.runner.device.cache[1:]
-        self.states, self.inputs = np.asarray(pool["state"][0]), np.asarray(pool["inputs"][0])
+        self.states = {name: np.asarray(array[0]) for name, array in pool.items()}
         batch, pages = self.engine.scheduler.batch, self.engine.scheduler.pages
         for sequence in (*batch.decoding, *batch.prefilling):
             if sequence.num_computed_tokens > len(sequence.token_ids):
@@ -210,11 +167,9 @@ class Farm(RuleBasedStateMachine):
 
     def compare(self, slot: int, text: list[int]) -> None:
         """The state in a slot is that behind a text."""
-        recurrence = self.recurrences[self.version]
-        heads, kept = recurrence.find(tuple(text))
-        np.testing.assert_allclose(self.states[slot], heads, rtol=0, atol=ERROR)
-        by_head = kept.reshape(len(kept), recurrence.sizes.keys, -1).swapaxes(0, 1)
-        np.testing.assert_allclose(self.inputs[slot], by_head.reshape(len(by_head), -1), rtol=0, atol=ERROR)
+        for name, state in self.references[self.version].find(tuple(text)).items():
+            most = ERROR * max(1.0, np.abs(state).max())
+            np.testing.assert_allclose(self.states[name][slot], state, rtol=0, atol=most)
 
     def teardown(self) -> None:
         if hasattr(self, "llm"):
@@ -226,11 +181,15 @@ class Farm(RuleBasedStateMachine):
 
 
 @pytest.mark.slow  # it compiles an engine, and each step is compared
-def test_each_state_is_that_of_the_tokens_of_its_row(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_each_state_is_that_of_the_tokens_of_its_row(
+    case: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"num_kv_pages_override": PAGES, "page_size": 8}
     monkeypatch.setattr(startup, "_SNAPSHOTS_OF_ROW", 1)
-    Farm.llms = tuple(engines.get(make_llm, CASE, async_scheduling=overlap, **options) for overlap in (False, True))
-    Farm.recurrences = Recurrence(Farm.llms[0], 1), Recurrence(Farm.llms[0], SCALE)
+    Farm.llms = tuple(engines.get(make_llm, case, async_scheduling=overlap, **options) for overlap in (False, True))
+    Farm.references = make_reference(Farm.llms[0], 1), make_reference(Farm.llms[0], SCALE)
+    Farm.preemptions = Farm.hits = Farm.resumed = 0
     weights = jax.device_get(Farm.llms[0].ready.runner.params)
     first, *others = weights["layers"]
     Farm.weights = weights, weights | {"layers": [first | {"conv": first["conv"] * SCALE}, *others]}

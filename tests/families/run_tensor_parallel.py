@@ -49,6 +49,13 @@ HYBRID |= {"linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_
 HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
 LFM2 = {**LLAMA, "model_type": "lfm2", "num_key_value_heads": 2, "block_multiple_of": 32, "conv_bias": True}
 LFM2 |= {"layer_types": ["conv", "full_attention"]}
+GRANITE4 = LLAMA | {"model_type": "granitemoehybrid", "num_key_value_heads": 2, "num_local_experts": 8}
+GRANITE4 |= {"shared_intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_state": 12}
+GRANITE4 |= {"intermediate_size": 32, "layer_types": ["mamba", "attention"]}
+NEMOTRON = {key: value for key, value in LLAMA.items() if key != "num_hidden_layers"} | {"model_type": "nemotron_h"}
+NEMOTRON |= {"hybrid_override_pattern": "M*E-", "num_key_value_heads": 2, "mamba_num_heads": 8, "mamba_head_dim": 12}
+NEMOTRON |= {"n_groups": 4, "ssm_state_size": 12, "moe_intermediate_size": 32}
+NEMOTRON |= {"moe_shared_expert_intermediate_size": 64, "use_bias": True}
 ENCODER = {key: value for key, value in LLAMA.items() if key != "head_dim"} | {"model_type": "bert"}
 MODERNBERT = {**ENCODER, "model_type": "modernbert", "num_hidden_layers": 4, "local_attention": 8}
 CASES = {
@@ -90,6 +97,8 @@ CASES = {
     "states_by_key_head": (HYBRID, "stacked"),
     "states_by_key_head_unrolled": (HYBRID | {"layer_types": ["full_attention", "linear_attention"]}, "unrolled"),
     "channels_of_convolutions": (LFM2, "stacked"),
+    "one_group_on_every_device": (GRANITE4, "stacked"),
+    "groups_of_heads_and_experts_without_gates": (NEMOTRON, "stacked"),
     "latents_of_keys_only_unrolled": (DEEPSEEK | {"q_lora_rank": None}, "unrolled"),
 }
 DRAFTER = "eagle3"
@@ -106,10 +115,14 @@ def list_split_axes(leaves: object, *, by_expert: bool) -> dict[str, int]:
     attention = {"q_b": -1, "k_b": -3, "v_b": -3, "o": -2}
     if "qkvz" in leaves:
         attention = {"qkvz": -1, "ba": -1, "o": -2}
+    elif "zxbcdt" in leaves:
+        attention = {"zxbcdt": -1, "o": -2}
     elif "bcx" in leaves:
         attention = {"bcx": -1, "o": -2}
     elif "qkv" in leaves:
         attention = {"qkv": -1, "o": -2}
+    if "mlp_norm" not in leaves:
+        return attention
     if "experts" not in leaves:
         return attention | {"gate_up" if "gate_up" in leaves else "up": -1, "down": -2}
     experts = {"gate_up": -3, "down": -3} if by_expert else {"gate_up": -1, "down": -2}

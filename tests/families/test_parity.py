@@ -40,6 +40,7 @@ MORE = {
     *("cohere_qk_norm", "glm4_no_bias", "glm4_moe_qk_norm", "glm4_moe_lite", "gpt_neox_sequential", "granite_bias"),
     *("mistral", "mixtral_packed", "olmo3_bias_ropes", "phi3", "phi3_longrope_short", "qwen2", "qwen3"),
     *("smollm3_window", "starcoder2_window", "gemma4_text_moe", "gpt_oss_mxfp4", "qwen3_5_moe", "lfm2"),
+    "granite_hybrid_dense",
 }
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 assert {*CASES} >= QUICK | MORE, "a golden was renamed"

@@ -35,6 +35,7 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "granite-3.3-8b": 8_170_864_640,
+    "granite-4.0-h-tiny": 6_939_037_248,
     "kimi-k2": 1_026_408_232_448,
     "lfm2-1.2b": 1_170_340_608,
     "lfm2-8b-a1b": 8_339_929_856 + 22 * 32,  # with the corrections of its routers, which are no parameters there
@@ -48,6 +49,8 @@ PARAMETERS = {
     "mistral-small-4": 118_972_826_624,  # without its eye
     "mixtral-8x7b": 46_702_792_704,
     "modernbert-base": 149_014_272,  # without its head
+    "nemotron-3-nano-30b-a3b": 31_577_937_344 + 23 * 128,  # with the corrections of its routers
+    "nemotron-nano-9b-v2": 8_888_227_328,
     "olmo-1b": 1_176_764_416,
     "olmo-2-1b": 1_484_916_736,
     "olmo-3-7b": 7_298_011_136,

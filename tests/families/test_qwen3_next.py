@@ -124,7 +124,7 @@ def test_quantization_leaves_small_parameters_whole() -> None:
         ("zamba2", "Mamba layers"),
         ("kimi_linear", "Kimi Delta Attention"),
         ("bailing_moe_v3", "Kimi Delta Attention"),
-        ("nemotron_h", "Mamba-2"),
+        ("falcon_h1", "Mamba layers"),
         ("olmo_hybrid", "Gated DeltaNet in a form of its own"),
         ("qwen4_exp", "an indexer and hyper connections"),
         ("glm5_next", "an indexer"),
