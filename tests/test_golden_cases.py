@@ -30,7 +30,7 @@ def test_every_family_is_covered() -> None:
     experts = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "minimax_m2"}
     latents = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"}
     hybrids = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe"}
-    hybrids |= {"granitemoehybrid", "nemotron_h"}
+    hybrids |= {"granitemoehybrid", "nemotron_h", "olmo_hybrid"}
     assert families == older | newer | experts | latents | hybrids
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from jaxserve.core.models.base import DecoderConfig, Family, Trunk
 from jaxserve.core.models.blocks import hybrid_layer
 from jaxserve.core.models.common import omit, read_mlp
+from jaxserve.core.models.delta_parameters import JOINED
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_count, read_experts
 from jaxserve.families import qwen3_next
@@ -69,7 +70,7 @@ def _make_families(
         text = HFConfig(read_text_config(config, f"{name}_text"), keys, ignored_keys)
         return replace(parse(text), family=name)
 
-    table = partial(qwen3_next.list_layer_params, by_key_head=False)
+    table = partial(qwen3_next.list_layer_params, modules=JOINED)
     text_family = Family(
         f"{name}_text",
         f"{architecture}ForCausalLM",

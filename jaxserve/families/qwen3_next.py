@@ -17,7 +17,7 @@ from jaxserve.core.models.common import (
     read_norm,
     read_num_layers,
 )
-from jaxserve.core.models.delta_parameters import DELTA_KEYS, delta_params, read_delta
+from jaxserve.core.models.delta_parameters import BY_KEY_HEAD, DELTA_KEYS, DeltaModules, delta_params, read_delta
 from jaxserve.core.models.expert_parameters import moe_params
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.moe_config import (
@@ -101,10 +101,10 @@ def parse(config: HFConfig) -> DecoderConfig:
     return build_hybrid(config, "qwen3_next", layers)
 
 
-def list_layer_params(layer: CheckpointLayer, *, by_key_head: bool = True) -> Table:
-    """A norm before each block; projections of Gated DeltaNet `by_key_head` or not."""
+def list_layer_params(layer: CheckpointLayer, modules: DeltaModules = BY_KEY_HEAD) -> Table:
+    """A norm before each block; projections of Gated DeltaNet in `modules`."""
     is_attention = isinstance(layer.kind.mixer, AttentionConfig)
-    table = attention_params(layer) if is_attention else delta_params(layer, by_key_head=by_key_head)
+    table = attention_params(layer) if is_attention else delta_params(layer, modules)
     return pre_norm_params(layer) | table | (moe_params(layer) if layer.has_experts else mlp_params(layer))
 
 

@@ -41,7 +41,6 @@ _RECURRENT_TYPES: dict[str, str] = {
     **dict.fromkeys(("zamba", "jamba", "bamba", "falcon_h1"), f"it has Mamba layers, {_RECURRENT}"),
     "rwkv": f"it has RWKV layers, {_RECURRENT}",
     **dict.fromkeys(("kimi_linear", "bailing_moe_v3"), f"it has Kimi Delta Attention, {_RECURRENT}"),
-    "olmo_hybrid": f"it has Gated DeltaNet in a form of its own, {_RECURRENT}",
     "qwen4_exp": "it has an indexer and hyper connections, which are not served yet",
     "glm5_next": "it has an indexer, which is not served yet",
 }

@@ -169,4 +169,24 @@ def list_hybrid_cases() -> list[Case]:
             },
             ablations=({"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}, {"mlp_hidden_act": "relu"}),
         ),
+        Case(
+            "olmo_hybrid",
+            "olmo_hybrid",
+            "Gated DeltaNet with separate projections and betas up to 2, attention without rotation behind other norms",
+            {
+                "hidden_size": 24,
+                "intermediate_size": 24,
+                "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "linear_num_key_heads": 3,
+                "linear_num_value_heads": 3,
+                # As many values as keys: transformers cuts the convolution into three equal parts when it saves it.
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "rope_parameters": scale_rope(rope_theta=None, rope_type="default"),
+            },
+            ablations=({"linear_allow_neg_eigval": False}, {"rope_parameters": scale_rope(rope_type="default")}),
+        ),
     ]

@@ -20,7 +20,7 @@ from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
 from tests.golden_cases import load_case
 
 CASE = "qwen3_next"
-MORE = ("qwen3_5_moe", "lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_dense", "nemotron_h")
+MORE = ("qwen3_5_moe", "lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "olmo_hybrid")
 THOROUGH = pytest.mark.thorough
 
 

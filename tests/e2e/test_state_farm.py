@@ -30,7 +30,7 @@ from tests.engine.test_grammars import Grammar
 from tests.examples import scale_examples
 
 VOCAB = 83
-MORE = ("lfm2", "granite_hybrid")
+MORE = ("lfm2", "granite_hybrid", "olmo_hybrid")
 CASES = ("qwen3_next", *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE))
 ERROR = 2e-5
 PAGES = 22  # of 8 tokens: fewer than four rows need

@@ -56,6 +56,8 @@ NEMOTRON = {key: value for key, value in LLAMA.items() if key != "num_hidden_lay
 NEMOTRON |= {"hybrid_override_pattern": "M*E-", "num_key_value_heads": 2, "mamba_num_heads": 8, "mamba_head_dim": 12}
 NEMOTRON |= {"n_groups": 4, "ssm_state_size": 12, "moe_intermediate_size": 32}
 NEMOTRON |= {"moe_shared_expert_intermediate_size": 64, "use_bias": True}
+OLMO_HYBRID = LLAMA | {"model_type": "olmo_hybrid", "num_key_value_heads": 4, "rope_theta": 1e4}
+OLMO_HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
 ENCODER = {key: value for key, value in LLAMA.items() if key != "head_dim"} | {"model_type": "bert"}
 MODERNBERT = {**ENCODER, "model_type": "modernbert", "num_hidden_layers": 4, "local_attention": 8}
 CASES = {
@@ -99,6 +101,7 @@ CASES = {
     "channels_of_convolutions": (LFM2, "stacked"),
     "one_group_on_every_device": (GRANITE4, "stacked"),
     "groups_of_heads_and_experts_without_gates": (NEMOTRON, "stacked"),
+    "separate_projections_of_key_heads": (OLMO_HYBRID, "stacked"),
     "latents_of_keys_only_unrolled": (DEEPSEEK | {"q_lora_rank": None}, "unrolled"),
 }
 DRAFTER = "eagle3"

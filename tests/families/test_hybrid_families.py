@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.models.decoder import fit_devices
+from jaxserve.core.models.delta_parameters import _join_by_head, _order_channels
 from jaxserve.errors import ConfigError
 from jaxserve.families.registry import list_params, param_specs, parse_config
 from jaxserve.features.quantization.schemes import choose_schemes
@@ -15,9 +16,8 @@ from jaxserve.presets import load_preset
 from tests.families.test_config_errors import refused_field
 from tests.golden_cases import load_case
 
-LFM2, LFM2_MOE, GRANITE, DENSE, NEMOTRON = (
-    load_case(name).config for name in ("lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_dense", "nemotron_h")
-)
+CASES = ("lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "olmo_hybrid")
+LFM2, LFM2_MOE, GRANITE, DENSE, NEMOTRON, OLMO = (load_case(name).config for name in CASES)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,10 @@ LFM2, LFM2_MOE, GRANITE, DENSE, NEMOTRON = (
         (NEMOTRON, {"attention_bias": True}, "attention_bias"),
         (NEMOTRON, {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
         (NEMOTRON, {"mamba_hidden_act": "elu"}, "mamba_hidden_act"),
+        (OLMO, {"linear_num_value_heads": 6}, "linear_num_value_heads"),
+        (OLMO, {"rope_parameters": None}, "rope_parameters"),
+        (OLMO, {"hidden_act": "gelu"}, "hidden_act"),
+        (OLMO, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
     ],
 )
 def test_what_the_layers_cannot_be_is_refused_by_key(config: dict[str, Any], change: dict[str, Any], field: str):
@@ -111,6 +115,28 @@ def test_both_spellings_of_layers_are_one_model():
     assert parse_config(letters) == parse_config(older) == parse_config(NEMOTRON)
     older = GRANITE | {"layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "nope"}
     assert parse_config(older) == parse_config(GRANITE)
+
+
+def test_olmo_hybrid_has_the_sizes_that_its_file_leaves_out():
+    config = {key: value for key, value in OLMO.items() if not key.startswith(("linear_", "layer_types"))}
+    model = parse_config(config | {"hidden_size": 32, "num_hidden_layers": 5})
+    kinds = [type(kind.mixer).__name__ for kind in model.layers]
+    assert kinds == ["GatedDeltaConfig"] * 3 + ["AttentionConfig", "GatedDeltaConfig"]
+    assert model.layers[0].mixer.sizes == (4, 1, 6, 12) and model.layers[0].mixer.beta_scale == 2
+    assert model.layers[3].rope is None
+    assert parse_config(OLMO | {"rope_parameters": None, "rope_theta": 5e5}).layers[1].rope.theta == 5e5
+
+
+def test_separate_projections_make_the_layout_of_joined_ones():
+    config = parse_config(OLMO | {"linear_value_head_dim": 10})
+    delta, source = config.layers[0].mixer, list_params(config)["layers.0.qkvz.weight"].source
+    q, k, v, z = (np.random.default_rng(0).standard_normal((size, 24)) for size in (24, 24, 30, 30))
+    assert source.shapes == ((24, 24), (24, 24), (30, 24), (30, 24))
+    joined = _join_by_head(delta, np.concatenate([q, k, v]), z)
+    np.testing.assert_array_equal(source.build(q, k, v, z), joined)
+    convolutions = [np.random.default_rng(1).standard_normal((size, 1, 4)) for size in (24, 24, 30)]
+    found = list_params(config)["layers.0.conv"].source.build(*convolutions)
+    np.testing.assert_array_equal(found, _order_channels(delta, np.concatenate(convolutions)))
 
 
 def test_the_states_of_published_models_take_the_bytes_of_their_sizes():

@@ -125,7 +125,6 @@ def test_quantization_leaves_small_parameters_whole() -> None:
         ("kimi_linear", "Kimi Delta Attention"),
         ("bailing_moe_v3", "Kimi Delta Attention"),
         ("falcon_h1", "Mamba layers"),
-        ("olmo_hybrid", "Gated DeltaNet in a form of its own"),
         ("qwen4_exp", "an indexer and hyper connections"),
         ("glm5_next", "an indexer"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,8 @@ class GatedDeltaConfig:
 
     `conv_size` counts the inputs of the convolution, the token's own included. `state_dtype` is that of the heads'
     states; the inputs that are kept have the model's. On a mesh, devices share the key heads. `beta_scale` multiplies
-    the sigmoids that beta is made of: with 2, what a token changes may be turned round.
+    the sigmoids that beta is made of: with 2, what a token changes may be turned round. `norm_eps` is that of the norm
+    in the block, if not the model's.
     """
 
     num_key_heads: int
@@ -49,6 +50,7 @@ class GatedDeltaConfig:
     activation: str
     state_dtype: str = "float32"
     beta_scale: float = 1.0
+    norm_eps: float | None = None
 
     causal = True
 
@@ -132,6 +134,7 @@ def _mix_here(
     beta = config.beta_scale * jax.nn.sigmoid(b).reshape(tokens, -1)
     read = RuleInputs(channels, -jnp.exp(leaves["decay"]) * steps, beta)
     out, state = apply_rule(sizes, read, pool[_STATE], offset, batch, slots)
+    norm = norm if config.norm_eps is None else replace(norm, eps=config.norm_eps)
     normed = leaves["out_norm"] * normalize_plainly(norm, out)
     gates = gates.reshape(normed.shape).astype(jnp.float32)
     gated = normed * ACTIVATIONS[config.activation](gates)

@@ -1,13 +1,14 @@
 """Config and parameters of Gated DeltaNet (core/layers/gated_delta.py), which several families share.
 
-Checkpoints have the projections in two forms: `in_proj_qkvz` and `in_proj_ba`, whose rows stand by key head, or
-`in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`, each with all heads. In both, channels of the convolution are
-all heads of q, then of k, then of v. Here everything stands by key head, so tensor parallelism cuts between these.
+Checkpoints have the projections in three forms (`DeltaModules`): one matrix whose rows stand by key head, or two with
+all heads of q, then of k, then of v, and those of z, or one for each of them. Channels of the convolution are all heads
+of q, then of k, then of v. Here everything stands by key head, so tensor parallelism cuts between these.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +30,6 @@ DELTA_KEYS: dict[str, object] = {
     "mamba_ssm_dtype": "float32",
 }
 
-_MODULE = "linear_attn"
-
 
 def read_delta(config: HFConfig) -> GatedDeltaConfig:
     """Returns the block that the keys of `DELTA_KEYS` describe."""
@@ -49,44 +48,62 @@ def read_delta(config: HFConfig) -> GatedDeltaConfig:
     )
 
 
-def delta_params(layer: CheckpointLayer, *, by_key_head: bool) -> Table:
-    """Returns the parameters of the block; `by_key_head`: the projections have the first form."""
+class DeltaModules(NamedTuple):
+    """The modules of one form; several for one parameter stand in the order of its parts."""
+
+    qkvz: tuple[str, ...]
+    ba: tuple[str, ...]
+    conv: tuple[str, ...] = ("conv1d",)
+    out: str = "out_proj"
+    norm: str = "norm"
+
+
+BY_KEY_HEAD = DeltaModules(("in_proj_qkvz",), ("in_proj_ba",))
+JOINED = DeltaModules(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+APART = DeltaModules(
+    ("q_proj", "k_proj", "v_proj", "g_proj"),
+    ("b_proj", "a_proj"),
+    ("q_conv1d", "k_conv1d", "v_conv1d"),
+    "o_proj",
+    "o_norm",
+)
+
+
+def delta_params(layer: CheckpointLayer, modules: DeltaModules) -> Table:
+    """Returns the parameters of the block, whose tensors are in `linear_attn`."""
     config, delta = layer.config, layer.kind.mixer
     assert isinstance(delta, GatedDeltaConfig)
     keys, values = delta.num_key_heads * delta.key_dim, delta.num_value_heads * delta.value_dim
-    module = layer.tensor(_MODULE)
-    wide, narrow = (
-        (config.hidden_size, delta.num_key_heads * delta.head_columns),
-        (
-            config.hidden_size,
-            2 * delta.num_value_heads,
-        ),
-    )
+    prefix, hidden, heads = layer.tensor("linear_attn"), config.hidden_size, delta.num_value_heads
     project = partial(linear_params, config, axes=(None, "kv_heads"), bias=False)
-    if by_key_head:
-        table = project("qkvz", {f"{module}.in_proj_qkvz": wide[1]}, wide, build=transpose)
-        table |= project("ba", {f"{module}.in_proj_ba": narrow[1]}, narrow, build=transpose)
-    else:
-        parts = {f"{module}.in_proj_qkv": 2 * keys + values, f"{module}.in_proj_z": values}
-        table = project("qkvz", parts, wide, build=partial(_join_by_head, delta))
-        parts = {f"{module}.in_proj_{part}": delta.num_value_heads for part in "ba"}
-        table |= project("ba", parts, narrow, build=partial(_join_gates, delta))
-    shape = (values, config.hidden_size)
-    table |= linear_params(config, "o", {f"{module}.out_proj": shape[1]}, shape, ("heads", None), transpose, bias=False)
+    rows = {1: (2 * keys + 2 * values,), 2: (2 * keys + values, values), 4: (keys, keys, values, values)}
+    table: Table = {}
+    for leaf, parts, sizes, join in (
+        ("qkvz", modules.qkvz, rows[len(modules.qkvz)], _join_by_head),
+        ("ba", modules.ba, (2 * heads // len(modules.ba),) * len(modules.ba), _join_gates),
+    ):
+        names = {f"{prefix}.{part}": size for part, size in zip(parts, sizes, strict=True)}
+        build = transpose if len(parts) == 1 else partial(join, delta)
+        table |= project(leaf, names, (hidden, sum(sizes)), build=build)
+    out = {f"{prefix}.{modules.out}": hidden}
+    table |= linear_params(config, "o", out, (values, hidden), ("heads", None), transpose, bias=False)
 
-    def plain(tensor: str, shape: tuple[int, ...], dtype: str, axes: Axes, init: str) -> Parameter:
-        source = make_source((f"{module}.{tensor}",), (shape,), lambda each: each)
-        return Parameter(ParamSpec(shape, dtype, axes, init), source)
+    def plain(tensor: str, size: int, dtype: str, axes: Axes, init: str) -> Parameter:
+        source = make_source((f"{prefix}.{tensor}",), ((size,),), lambda each: each)
+        return Parameter(ParamSpec((size,), dtype, axes, init), source)
 
-    channels = 2 * keys + values
+    channels = [2 * keys + values] if len(modules.conv) == 1 else [keys, keys, values]
     source = make_source(
-        (f"{module}.conv1d.weight",), ((channels, 1, delta.conv_size),), partial(_order_channels, delta)
+        tuple(f"{prefix}.{part}.weight" for part in modules.conv),
+        tuple((size, 1, delta.conv_size) for size in channels),
+        partial(_order_channels, delta),
     )
+    spec = ParamSpec((delta.conv_size, sum(channels)), config.dtype, (None, "kv_heads"), "normal")
     return table | {
-        "conv": Parameter(ParamSpec((delta.conv_size, channels), config.dtype, (None, "kv_heads"), "normal"), source),
-        "decay": plain("A_log", (delta.num_value_heads,), "float32", ("heads",), "zeros"),
-        "decay_bias": plain("dt_bias", (delta.num_value_heads,), "float32", ("heads",), "ones"),
-        "out_norm": plain("norm.weight", (delta.value_dim,), config.dtype, (None,), "ones"),
+        "conv": Parameter(spec, source),
+        "decay": plain("A_log", heads, "float32", ("heads",), "zeros"),
+        "decay_bias": plain("dt_bias", heads, "float32", ("heads",), "ones"),
+        "out_norm": plain(f"{modules.norm}.weight", delta.value_dim, config.dtype, (None,), "ones"),
     }
 
 
@@ -100,23 +117,31 @@ def _list_channels(delta: GatedDeltaConfig) -> list[tuple[slice, slice, slice]]:
     return found
 
 
-def _join_by_head(delta: GatedDeltaConfig, qkv: Rows, z: Rows) -> JoinedRows:
-    """Returns `qkvz` of the second form."""
-    blocks, group = [], delta.sizes.group * delta.value_dim
-    for head, parts in enumerate(_list_channels(delta)):
-        blocks += [RowBlock(qkv[part]) for part in parts]
+def _join_by_head(delta: GatedDeltaConfig, *parts: Rows) -> JoinedRows:
+    """Returns `qkvz` of the two or four matrices of the other forms."""
+    *qkv, z = parts
+    blocks, group, keys = [], delta.sizes.group * delta.value_dim, delta.num_key_heads * delta.key_dim
+    for head, places in enumerate(_list_channels(delta)):
+        if len(qkv) == 1:
+            blocks += [RowBlock(qkv[0][place]) for place in places]
+        else:
+            starts = (0, keys, 2 * keys)
+            blocks += [
+                RowBlock(part[place.start - start : place.stop - start])
+                for part, place, start in zip(qkv, places, starts, strict=True)
+            ]
         blocks.append(RowBlock(z[head * group : (head + 1) * group]))
     return JoinedRows(blocks)
 
 
 def _join_gates(delta: GatedDeltaConfig, b: Rows, a: Rows) -> JoinedRows:
-    """Returns `ba` of the second form."""
+    """Returns `ba` of the two matrices of the other forms."""
     group = delta.sizes.group
     places = (slice(head * group, (head + 1) * group) for head in range(delta.num_key_heads))
     return JoinedRows([RowBlock(part[place]) for place in places for part in (b, a)])
 
 
-def _order_channels(delta: GatedDeltaConfig, tensor: np.ndarray) -> np.ndarray:
-    """Returns the convolution [W, C] of [C, 1, W]."""
-    rows = tensor[:, 0]
+def _order_channels(delta: GatedDeltaConfig, *tensors: np.ndarray) -> np.ndarray:
+    """Returns the convolution [W, C] of [C, 1, W], or of three such, of q, k and v."""
+    rows = np.concatenate([tensor[:, 0] for tensor in tensors])
     return np.concatenate([rows[part] for parts in _list_channels(delta) for part in parts]).T
