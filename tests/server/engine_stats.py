@@ -20,6 +20,8 @@ def make_stats(**changes: Any) -> EngineStats:
         "num_tier_misses": 11,
         "prefix_queries": 1000,
         "prefix_hits": 250,
+        "snapshot_misses": 192,
+        "num_snapshots": 17,
         "host": HostTierStats(
             total=400, cached=100, hits=31, misses=750, evictions=33, failures=5, bytes_saved=35000, bytes_loaded=36000
         ),

@@ -300,6 +300,8 @@ def test_the_engines_counters() -> None:
         "tier_misses_total": stats.num_tier_misses,
         "prefix_cache_queries_total": stats.prefix_queries,
         "prefix_cache_hits_total": stats.prefix_hits,
+        "state_snapshot_misses_total": 192,
+        "state_snapshots": 17,
         "kv_offload_hits_total": 31,
         "kv_offload_misses_total": 750,
         "kv_offload_evictions_total": 33,

@@ -254,7 +254,7 @@ def test_a_manifest_that_is_none_is_refused(model: Path, bundle: Path, text: str
 
 def test_a_manifest_of_another_format_is_refused(model: Path, bundle: Path) -> None:
     _change(bundle, lambda manifest: manifest.update(bundle=99))
-    with pytest.raises(ConfigError, match="has format 99, and this version reads 2"):
+    with pytest.raises(ConfigError, match="has format 99, and this version reads 3"):
         start(model, bundle)
 
 
