@@ -7,6 +7,7 @@ import pytest
 from jaxserve.core.pages import PageGroup, PageManager
 from jaxserve.core.scheduler import Scheduler, SchedulerLimits, StepPlan
 from jaxserve.engine.engine import Engine
+from jaxserve.errors import NonFiniteLogitsError
 from jaxserve.request import Request
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler_options import SchedulerOptions
@@ -145,6 +146,17 @@ def test_states_of_lost_steps_and_of_other_weights_are_forgotten() -> None:
     assert engine.scheduler.pages.snapshots.num_cached == 0
     assert run(engine, [greedy("c", prompt, 4)])["c"].num_cached_tokens == 0
     assert run(engine, [greedy("d", prompt, 4)])["d"].num_cached_tokens == 128
+
+
+def test_a_state_that_is_not_finite_fails_its_request_and_nobody_goes_on_from_it() -> None:
+    engine, device = make_engine()
+    prompt = make_text(150, 1)
+    device.poison_rows = {0}
+    assert isinstance(run(engine, [greedy("a", prompt, 4)])["a"].error, NonFiniteLogitsError)
+    snapshots = engine.scheduler.pages.snapshots
+    assert device.snapshots and snapshots.num_cached == snapshots.num_pending == 0
+    device.poison_rows = set()
+    assert run(engine, [greedy("b", prompt, 4)])["b"].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("salt", ["", "other"])

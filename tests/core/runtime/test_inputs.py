@@ -66,6 +66,21 @@ def test_single_tokens_from_the_host_are_decode_rows_in_their_bucket() -> None:
     assert layout.views(step.inputs).distribution.tolist() == [3, 3, 3]
 
 
+def test_copies_of_states_are_slots_in_their_order() -> None:
+    """A step without any keeps the array of the step before; slots of snapshots lie behind those of rows."""
+    state = dataclasses.replace(STATE, max_state_copies=6)
+    layout, packer = InputLayout(Bucket(8, 8), state), StepPacker(RowMirror(state.rows))
+    plan = make_plan([0, 1, 2], [], set())
+    plain = packer.pack(plan, layout)
+    copied = packer.pack(dataclasses.replace(plan, state_loads=((1, 0), (2, 3)), state_saves=((0, 3),)), layout)
+    views = layout.views(copied.inputs)
+    pairs = list(zip(views.copy_sources.tolist(), views.copy_targets.tolist(), strict=True))
+    assert pairs[:3] == [(8, 1), (11, 2), (0, 11)] and views.copy_ends.tolist() == [2, 3]
+    assert packer.pack(plan, layout).inputs is plain.inputs
+    assert layout.views(plain.inputs).copy_ends.tolist() == [0, 0]
+    assert InputLayout(Bucket(8, 8), STATE).views(np.zeros(layout.size)).copy_ends.size == 0
+
+
 def check_sampling(sampling: np.ndarray, plan: StepPlan) -> None:
     for columns, new_row in zip(sampling, plan.new_rows, strict=False):
         values = dict(zip(SAMPLING_FIELDS, columns, strict=True))

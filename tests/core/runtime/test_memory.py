@@ -60,6 +60,25 @@ def test_shortage_says_which_length_fits() -> None:
         plan(model.with_max_model_len(fitting + 64), 4 * GIB)
 
 
+def test_snapshots_give_way_before_rows_and_never_take_the_pages_of_a_text() -> None:
+    config = EngineConfig.from_options(model="qwen3.6-35b-a3b", max_model_len=32768)
+    shapes = make_shapes(config, load_model("qwen3.6-35b-a3b", 32768), "gpu", "NVIDIA H200")
+    assert (shapes.snapshot_grid, shapes.state.max_state_copies) == (64, 512)
+    each = 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    least = plan_pools(shapes, budget=0, num_pages=(32768 // 64 + 1,), num_snapshots=0).bytes_per_device
+    counts = []
+    for budget in (least, least + 7 * each, 40 * each, 600 * each, 10_000 * each):
+        made = plan_pools(shapes, budget=budget)
+        assert made.snapshot_bytes == each and made.bytes_per_device <= budget
+        assert made.num_pages[0] > 32768 // 64
+        counts.append(made.num_snapshots)
+    assert counts == [0, 7, 20, 300, 1024]
+    off = make_shapes(
+        EngineConfig.from_options(model="qwen3.6-35b-a3b", enable_prefix_caching=False), shapes.model, "gpu", "H200"
+    )
+    assert plan_pools(off, budget=600 * each).num_snapshots == 0 and off.state.max_state_copies == 0
+
+
 def test_override_fixes_the_pages() -> None:
     assert plan(load_model("llama-3.1-8b", 8192), 0, override=17).num_pages == (17,)
     assert plan(load_model("llama-3.1-8b", 8192), 900 * GIB, max_sequences=3).num_pages == (380 + 1,)
