@@ -24,7 +24,7 @@ _KINDS: Mapping[str, str] = {
     "lora_magnitude_vector": "weight-decomposed adapters (DoRA) are not served",
     "experts": "adapters of routed experts are not served",
     "router": "adapters of routers are not served",
-    "mlp.gate.": "adapters of routers are not served",
+    ".gate.": "adapters of routers are not served",
     "shared_expert_gate": "adapters of a shared expert's gate are not served",
     "kv_b_proj": "its matrix is absorbed into those around it, so it cannot have an adapter",
     "embed": "adapters of embeddings are not served",

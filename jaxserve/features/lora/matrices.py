@@ -13,7 +13,7 @@ from jaxserve.families.registry import FAMILIES, list_params
 
 # Leaves of a layer, or of its shared experts, that `linear` multiplies.
 _ADAPTED = frozenset({
-    "qkv", "o", "qkv_a", "q_b", "qkvz", "ba", "gate_up", "up", "down", "input_gate", "input_proj",
+    "qkv", "o", "qkv_a", "q_b", "qkvz", "ba", "bcx", "zxbcdt", "gate_up", "up", "down", "input_gate", "input_proj",
 })  # fmt: skip
 _WEIGHT = ".weight"
 _TEXT_LAYERS = tuple(
