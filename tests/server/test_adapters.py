@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("adapters")
     root = folder / "root"
     for number, path in enumerate((folder / "first", root / "second", root / "third"), 1):
-        write_adapter(DEMO, path, AdapterSpec(8, seed=number, alpha=16.0, size=0.1))
+        write_adapter(DEMO, path, AdapterSpec(8, seed=number, alpha=16.0, size=0.2))
     (root / "link").symlink_to(folder / "first")
     tenants = "".join(
         f'[[tenants]]\nname = "{name}"\nkey_hash = "{sha256(key.encode()).hexdigest()}"\n'

@@ -109,7 +109,8 @@ def test_formats_are_detected_by_the_template(
         monkeypatch.setattr(ServerState, part, lambda *_: None)
     monkeypatch.setattr(state, "preparation", SimpleNamespace(start=lambda _: None))
     view = SimpleNamespace(describe_cache=dict)
-    llm: Any = SimpleNamespace(tokenizer=None, view=view, limits=SimpleNamespace(max_num_seqs=1))
+    ready = SimpleNamespace(adapters=None)
+    llm: Any = SimpleNamespace(tokenizer=None, view=view, ready=ready, limits=SimpleNamespace(max_num_seqs=1))
     state.open(llm)
     assert (state.tool_parser, state.reasoning_parser) == expected
 

@@ -50,7 +50,7 @@ def find_snapshot_grid(config: EngineConfig, model: DecoderConfig) -> int:
 
 
 def _settle_snapshots(config: EngineConfig, model: DecoderConfig, given: CacheOptions) -> EngineConfig:
-    """Returns resolved options, without a prefix cache if it has no snapshots; ConfigError where `given` asks for it."""
+    """Returns resolved options, without a prefix cache if it has no snapshots; ConfigError if `given` asks for one."""
     cache, edge, longest = config.cache, model.state_edge, model.max_model_len
     if cache.mamba_block_size is not None and (not cache.enable_prefix_caching or cache.mamba_cache_mode == "none"):
         message = "is the distance of snapshots, and without a prefix cache there are none; leave it out"
