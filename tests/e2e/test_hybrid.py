@@ -15,7 +15,7 @@ from jaxserve import LLM
 from jaxserve.core.runtime.startup import estimate_use
 from jaxserve.errors import ConfigError
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import CACHE, SIZES, LogitsRecorder, generate_ids, greedy, make_llm
+from tests.e2e.helpers import CACHE, SIZES, LogitsRecorder, generate_ids, greedy, make_llm, run_on_devices
 from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
 from tests.golden_cases import load_case
 
@@ -130,6 +130,22 @@ def test_a_conversation_computes_little_more_than_what_is_new(llm: LLM, alone_ll
         assert output.outputs[0].token_ids == generate_ids(alone_llm, [text], greedy(20))[0]
         assert len(text) - output.num_cached_tokens <= (10 if turn else 30) + 64
         text = [*text, *output.outputs[0].token_ids, *range(10, 20)]
+
+
+_TP_SCRIPT = """
+import json
+from tests.e2e.helpers import generate_ids, make_llm
+from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
+llm = make_llm("qwen3_next", tensor_parallel_size=2)
+found = [generate_ids(llm, PROMPTS, PARAMS) for _ in range(2)]
+assert llm.ready.engine.scheduler.counts.prefix_hits > 0
+print(json.dumps(found))
+"""
+
+
+@THOROUGH
+def test_devices_that_share_states_share_snapshots(alone: list[list[int]]) -> None:
+    assert run_on_devices(2, _TP_SCRIPT) == [alone, alone]
 
 
 def test_the_plan_counts_rows_snapshots_and_pages(llm: LLM) -> None:
