@@ -25,7 +25,9 @@ LINEAR = re.compile(
     r"(self_attn\.(q|k|v|o|qkv|q_a|q_b)_proj|self_attn\.kv_a_proj_with_mqa|linear_attn\.(in_proj_\w+|out_proj)"
     r"|attention\.(query_key_value|dense)|attention\.self\.(query|key|value)|(attention\.)?output\.dense"
     r"|intermediate\.dense|mlp\.(gate|up|down|gate_up)_proj|mlp\.(dense_h_to_4h|dense_4h_to_h|c_fc|c_proj)"
-    r"|self_attn\.out_proj|conv\.(in|out)_proj|feed_forward\.w[123]|mlp\.shared_experts?\.(gate|up|down)_proj|per_layer_input_gate|per_layer_projection))\.weight"
+    r"|mlp\.shared_experts?\.(gate|up|down)_proj|per_layer_input_gate|per_layer_projection"
+    r"|self_attn\.out_proj|linear_attn\.[qkvgabo]_proj|(conv|mamba|mixer)\.(in|out)_proj|feed_forward\.w[123]"
+    r"|shared_mlp\.(input|output)_linear|mixer\.([qkvo]|(shared_experts\.)?(up|down))_proj))\.weight"
 )
 
 

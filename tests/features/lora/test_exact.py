@@ -16,7 +16,10 @@ from tests.golden_cases import CASES, load_case
 
 # Fused q, k and v in each form, latents, a delta rule, shared experts, no gate, interleaved rotation, inputs of layers.
 QUICK = ("llama_gqa", "gpt_neox", "deepseek_v2", "qwen3_5")
-MORE = ("phi3", "glm4", "glm4_moe", "qwen2_moe", "gemma4_text", "gemma4_text_moe", "starcoder2", "qwen3_next", "lfm2")
+MORE = (
+    *("phi3", "glm4", "glm4_moe", "qwen2_moe", "gemma4_text", "gemma4_text_moe", "starcoder2", "qwen3_next"),
+    *("lfm2", "nemotron_h"),
+)
 PATTERNS = {
     "use_rslora": True,
     "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 3, "down_proj": 8},
