@@ -147,8 +147,7 @@ class LLM:
             cache_salt: prompts with different salts share no cached prefixes.
             lora_request: the adapter, with `enable_lora`; one for all prompts, or one or None for each.
             timeout: seconds; requests not finished by then end with finish_reason "timeout" and the tokens they have.
-            arguments: those above, and others of vLLM's method, such as `trace_headers`, with values that change
-                nothing here.
+            arguments: those above, and others of vLLM's method with values that change nothing here.
 
         Raises:
             InvalidRequestError, CapacityError: a prompt or a parameter cannot be served; nothing is generated.

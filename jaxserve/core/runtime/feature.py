@@ -122,6 +122,10 @@ class StepFeature:
         """Returns the parameters that its programs read."""
         return None
 
+    def select_params(self, params: Any, bucket: Bucket) -> Any:
+        """Returns those of its parameters that the forward programs of a bucket read."""
+        return params
+
     def params_bytes(self, sizes: Sizes) -> int:
         """Returns the bytes that these take on each device."""
         return 0
@@ -238,6 +242,10 @@ class FeatureHost:
     def prepare(self, device: DeviceState, plan: StepPlan) -> InFlight | None:
         """Does what comes before a step's forward pass; returns what runs beside the step."""
         return None
+
+    def select_params(self, bucket: Bucket) -> Any:
+        """Returns the arrays of `StepFeature.select_params`."""
+        return self.params
 
     def sample_state(self, width: int) -> tuple[Any, Any]:
         """Returns the arrays of `StepFeature.split_state`."""

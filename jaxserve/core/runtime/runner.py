@@ -99,11 +99,10 @@ class ModelRunner:
     @property
     def all_params(self) -> tuple[Any, ...]:
         """The parameters of the model, and of each feature or None."""
-        return self.params, *self._feature_params
+        return self.params, *(feature.params for feature in self.features)
 
-    @property
-    def _feature_params(self) -> tuple[Any, ...]:
-        return tuple(feature.params for feature in self.features)
+    def _select_params(self, bucket: Bucket) -> tuple[Any, ...]:
+        return tuple([feature.select_params(bucket) for feature in self.features])
 
     @property
     def num_programs(self) -> int:
@@ -264,14 +263,14 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, packed: np.ndarray) -> tuple[SelectedLines, HiddenStates]:
         device = self.device
-        arguments = self.params, device.cache, device.rows, packed, self._feature_params
+        arguments = self.params, device.cache, device.rows, packed, self._select_params(bucket)
         program = device.programs.get("forward", bucket)
         device.cache, device.rows, selected, hidden = call_program(program, *arguments)
         return selected, hidden
 
     def _run_loop(self, bucket: Bucket, variant: SampleVariant, packed: np.ndarray) -> SampledTokens:
         device = self.device
-        arguments = self.params, device.cache, device.rows, device.sampler, packed, self._feature_params
+        arguments = self.params, device.cache, device.rows, device.sampler, packed, self._select_params(bucket)
         program = device.programs.get("loop", (bucket, variant))
         device.cache, device.rows, device.sampler, sampled = call_program(program, *arguments)
         return sampled

@@ -110,6 +110,11 @@ class EnginePrograms:
             handed=jax.tree.map(lambda spec: inputs.spec(spec.shape, spec.dtype), tuple(handed)),
         )
 
+    def select_params(self, bucket: Bucket) -> tuple[Any, ...]:
+        """Returns the abstract values of the features' parameters that the forward programs of a bucket read."""
+        pairs = zip(self.model.features, self.inputs.feature_params, strict=True)
+        return tuple(feature.select_params(params, bucket) for feature, params in pairs)
+
     def sample_state(self, width: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns the abstract values of what each feature gives a sample program, see `StepFeature.split_state`."""
         pairs = zip(self.model.features, self.inputs.feature_state, strict=True)
@@ -119,9 +124,10 @@ class EnginePrograms:
 
 def _make_forward(engine: EnginePrograms, bucket: Bucket) -> Program:
     inputs, layout = engine.inputs, InputLayout(bucket, engine.inputs.state_shape)
+    packed = inputs.spec((layout.size,), jnp.int32)
     return Program(
         partial(forward, model=engine.model, layout=layout),
-        (inputs.params, inputs.cache, inputs.rows, inputs.spec((layout.size,), jnp.int32), inputs.feature_params),
+        (inputs.params, inputs.cache, inputs.rows, packed, engine.select_params(bucket)),
         results=(inputs.replicated, inputs.replicated),
         donated=(1, 2),
         has_products=True,
@@ -148,7 +154,7 @@ def _make_loop(engine: EnginePrograms, key: tuple[Bucket, SampleVariant]) -> Pro
     packed = inputs.spec((layout.size,), jnp.int32)
     return Program(
         partial(decode_loop, model=engine.model, layout=layout, num_steps=steps, variant=variant),
-        (inputs.params, inputs.cache, inputs.rows, inputs.sampler, packed, inputs.feature_params),
+        (inputs.params, inputs.cache, inputs.rows, inputs.sampler, packed, engine.select_params(bucket)),
         results=(inputs.replicated,),
         donated=(1, 2, 3),
         has_products=True,

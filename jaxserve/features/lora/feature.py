@@ -73,6 +73,10 @@ class Lora(StepFeature):
         """Returns the bank."""
         return abstract_params(self.bank_specs(self.num_slots), sizes, mesh)
 
+    def select_params(self, params: Any, bucket: Bucket) -> Any:
+        """Returns nothing without adapters: a step does not even dispatch the bank."""
+        return params if bucket.adapters else None
+
     def params_bytes(self, sizes: Sizes) -> int:
         """See `StepFeature.params_bytes`."""
         return params_bytes(self.bank_specs(self.num_slots), sizes.num_devices, sizes.platform)
@@ -136,6 +140,10 @@ class AdapterBank(FeatureHost):
         """Empties all slots."""
         self.params = None  # freed first
         self.params = make_zeros(self._specs)
+
+    def select_params(self, bucket: Bucket) -> Any:
+        """See `FeatureHost.select_params`."""
+        return self.params if bucket.adapters else None
 
     def warm_up(self, device: DeviceState) -> None:
         """See `FeatureHost.warm_up`."""

@@ -129,10 +129,10 @@ class _Reader:
         if values.get("peft_type") != "LORA":
             raise self.error("peft_type", f"must be 'LORA', got {shorten(values.get('peft_type'))}")
         for key, value in values.items():
-            if key in _REFUSED and value not in (None, False, [], {}):
-                raise self.error(key, f"{_REFUSED[key]}, and this is {shorten(value)}")
-            if key not in _HARMLESS and key not in _READ and key not in _REFUSED:
-                raise self.error(key, "is not known, so the adapter may mean something else here")
+            if key in _HARMLESS or key in _READ or value in (None, False, [], {}):
+                continue  # PEFT writes the keys of all its versions, and these values leave them off
+            reason = _REFUSED.get(key, "the key is not known, so the adapter may mean something else here")
+            raise self.error(key, f"{reason}, and this is {shorten(value)}")
         if values.get("bias") not in (None, "none"):
             raise self.error(
                 "bias", f"trained biases are not served, so it must be 'none', got {shorten(values['bias'])}"

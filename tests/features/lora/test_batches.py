@@ -55,6 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "few slots": {"max_loras": 2, "max_cpu_loras": 3},
     "first slots": {"max_loras": 12},  # 12 x 16 columns: programs of the first 8 slots, and of all
     "verify steps": {"max_loras": 8, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "one form": {"max_loras": 8, "deterministic": True},
     "loops": {"max_loras": 8, "max_decode_steps": 4, "max_num_seqs": 8, "precompile_bs_paddings": [8]},
 }
 

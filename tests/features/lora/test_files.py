@@ -66,6 +66,7 @@ HARMLESS: dict[str, Any] = {
     "megatron_core": "megatron.core",
     "exclude_modules": ["lm_head"],
     "target_modules": "all-linear",
+    "next_years_key": None,
 }
 REFUSED: dict[str, Any] = {
     "use_dora": True,
@@ -90,7 +91,7 @@ REFUSED: dict[str, Any] = {
     "target_modules": [1],
     "layers_to_transform": ["first"],
     "layers_pattern": "(",
-    "next_years_key": False,
+    "next_years_key": 3,
 }
 
 
