@@ -109,7 +109,8 @@ def test_a_body_that_does_not_come_to_its_end_is_given_back() -> None:
 
 
 def test_a_body_is_given_back_when_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "make_request_options", lambda *_: {"service_tier": ServiceTier.DEFAULT, "lora_request": None})
+    options = {"service_tier": ServiceTier.DEFAULT, "lora_request": None}
+    monkeypatch.setattr(bodies, "make_request_options", lambda *_: options)
 
     async def run() -> None:
         sender = Sender(make_state(), prepares=True)
