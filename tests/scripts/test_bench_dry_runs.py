@@ -106,6 +106,13 @@ def test_bench_speculation(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.thorough
+def test_bench_lora(tmp_path: Path) -> None:
+    (form,) = read_figures(tmp_path, "bench_lora", shown="bank / weights")["forms"]
+    assert form["ratio"] > 0 and 0.2 < form["bank_share"] < 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flags", "shown", "name"),
     [
