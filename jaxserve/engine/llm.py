@@ -225,8 +225,7 @@ class LLM:
     ) -> list[PoolingOutput]:
         """Returns what `embed` or `classify` does, by `pooling_task`, as plain numbers; default: the model's task.
 
-        With `token_embed`, for engines of `pooler_config={"pooling_type": "ALL"}`, `data` has a vector of each token,
-        and with `token_classify` the probabilities of its classes.
+        With `token_embed` (a pooler of type ALL) or `token_classify`, `data` has those of each token.
         """
         options = read_arguments("LLM.encode", arguments)
         return self._pool(pooled.encode(*self._maker, prompts, options), use_tqdm)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxserve.core.layers.embedding import AddedEmbeddings
-from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table, Trunk
+from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.core.models.blocks import post_norm_layer
 from jaxserve.core.models.common import build_config, make_encoder, read_attention, read_mlp, read_norm, read_num_layers
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig
 from jaxserve.core.models.parameters import attention_params, norm_params, plain_mlp_params
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.errors import ConfigError
 from jaxserve.pooling_options import PoolingType
 

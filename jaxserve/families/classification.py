@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.core.layers.pooling import ClassConfig, DenseConfig, PoolerConfig
-from jaxserve.core.models.base import DecoderConfig, Trunk
+from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.models.hf_config import check_mapping
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.pooling_options import PoolingType
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxserve.core.layers.attention import AttentionConfig
-from jaxserve.core.models.base import DecoderConfig, Family, LayerKind, Trunk
+from jaxserve.core.models.base import DecoderConfig, Family, LayerKind
 from jaxserve.core.models.blocks import sandwich_layer
 from jaxserve.core.models.common import (
     alternate_layer_types,
@@ -25,6 +25,7 @@ from jaxserve.core.models.common import (
     window_layers,
 )
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.errors import ConfigError
 from jaxserve.families import gemma2
 from jaxserve.families.gemma2 import IGNORED_KEYS, list_layer_params

@@ -29,7 +29,6 @@ from jaxserve.core.models.base import (
     ParamSpec,
     Stream,
     Table,
-    Trunk,
 )
 from jaxserve.core.models.blocks import sandwich_layer
 from jaxserve.core.models.common import (
@@ -48,6 +47,7 @@ from jaxserve.core.models.hf_config import HFConfig, check_integer, check_mappin
 from jaxserve.core.models.moe_config import MAX_EXPERTS
 from jaxserve.core.models.parameters import attention_params, make_source, mlp_params, norm_params, projection_params
 from jaxserve.core.models.rope_config import parse_rope
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.families import gemma2
 from jaxserve.families.gemma3 import MULTIMODAL_KEYS, read_text_config

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxserve.core.layers.attention import AttentionConfig
-from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table, Trunk
+from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import DECODER_KEYS, build_config, omit, read_mlp, read_norm, read_num_layers
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.layouts import keep_heads
 from jaxserve.core.models.parameters import fused_attention_params, plain_mlp_params, pre_norm_params
 from jaxserve.core.models.rope_config import parse_rope
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.errors import ConfigError
 
 # Keys of newer files that the reference does not read.

@@ -13,7 +13,6 @@ from jaxserve.core.models.base import (
     Parameter,
     ParamSpec,
     Table,
-    Trunk,
 )
 from jaxserve.core.models.blocks import hybrid_layer
 from jaxserve.core.models.common import (
@@ -32,6 +31,7 @@ from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.layouts import Rows, StackedParts, transpose
 from jaxserve.core.models.moe_config import MAX_EXPERTS, TRAINING_KEYS, give_experts, read_experts
 from jaxserve.core.models.parameters import attention_params, linear_params, make_source, mlp_params, norm_params
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.errors import ConfigError, shorten
 
 _SHARED_KEYS = omit(DECODER_KEYS, "rms_norm_eps") | {

@@ -17,7 +17,6 @@ from jaxserve.core.models.base import (
     Leaves,
     Stream,
     Table,
-    Trunk,
 )
 from jaxserve.core.models.common import (
     build_config,
@@ -32,6 +31,7 @@ from jaxserve.core.models.common import (
 )
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig
 from jaxserve.core.models.parameters import fused_attention_params, fused_mlp_params, norm_params
+from jaxserve.core.models.trunk import Trunk
 
 KEYS: dict[str, object] = {
     "vocab_size": REQUIRED,

@@ -9,7 +9,7 @@ from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.mamba2 import Mamba2Config
 from jaxserve.core.layers.memory import NO_MIXER, NoMixer
 from jaxserve.core.layers.moe import MoEConfig
-from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table, Trunk
+from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.core.models.blocks import hybrid_layer
 from jaxserve.core.models.common import DECODER_KEYS, build_config, omit, read_attention, read_mlp, read_norm
 from jaxserve.core.models.expert_parameters import moe_params
@@ -17,6 +17,7 @@ from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.mamba_parameters import check_groups, mamba_params, require_free_steps
 from jaxserve.core.models.moe_config import ROUTED_KEYS, TRAINING_KEYS, read_routed_experts
 from jaxserve.core.models.parameters import attention_params, norm_params, plain_mlp_params
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.errors import ConfigError, shorten
 
 KEYS = (

@@ -8,11 +8,12 @@ from typing import Any
 
 from jaxserve.core.layers.embedding import AddedEmbeddings
 from jaxserve.core.layers.rope import RopeConfig
-from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table, Trunk
+from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Table
 from jaxserve.core.models.blocks import post_norm_layer
 from jaxserve.core.models.common import omit, read_attention, read_mlp, read_rope
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.parameters import fused_attention_params, mlp_params, norm_params
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.families import bert
 from jaxserve.pooling_options import PoolingType
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from jaxserve.core.models.base import DecoderConfig, Family, Trunk
+from jaxserve.core.models.base import DecoderConfig, Family
 from jaxserve.core.models.blocks import hybrid_layer
 from jaxserve.core.models.common import omit, read_mlp
 from jaxserve.core.models.delta_parameters import JOINED
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_count, read_experts
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.families import qwen3_next
 from jaxserve.families.gemma3 import MULTIMODAL_KEYS, read_text_config
 from jaxserve.families.qwen3_next import HYBRID_KEYS, build_hybrid, read_hybrid_layers

@@ -107,6 +107,13 @@ def list_hybrid_cases() -> list[Case]:
             ablations=({"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}),
             **TIED,
         ),
+        *_list_later_cases(),
+    ]
+
+
+def _list_later_cases() -> list[Case]:
+    """Granite 4, Nemotron-H and OLMo Hybrid."""
+    return [
         Case(
             "granite_hybrid",
             "granitemoehybrid",

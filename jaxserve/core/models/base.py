@@ -25,6 +25,7 @@ from jaxserve.core.layers.pooling import LAST, PoolerConfig
 from jaxserve.core.layers.rope import RopeConfig
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.matrix_formats import Quantization
+from jaxserve.core.models.trunk import DEFAULT_TRUNK, Trunk
 from jaxserve.core.sharding import Axes
 from jaxserve.errors import ConfigError
 from pallas_kernels import XLA_PRODUCTS, QuantizedProducts
@@ -355,21 +356,6 @@ class CheckpointLayer:
         return f"{self.prefix}.{name}"
 
 
-@dataclass(frozen=True)
-class Trunk:
-    """A checkpoint's names of the modules around the layers; layer i is `{layers}.{i}`."""
-
-    embed: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-    embed_norm: str | None = None  # of encoders; None: LayerNorm beside the table of tokens
-
-    def below(self, module: str) -> Trunk:
-        """Returns the same names below another module."""
-        return Trunk(*(name and f"{module}.{name}" for name in dataclasses.astuple(self)))
-
-
 Leaves = Mapping[str, Any]
 """The parameters of one layer by canonical name, each a `Leaf`."""
 
@@ -399,7 +385,7 @@ class Family:
     layer: Layer
     table: Callable[[CheckpointLayer], Table]
     ignored_keys: tuple[str, ...] = ()
-    trunk: Trunk = Trunk()
+    trunk: Trunk = DEFAULT_TRUNK
     ignored_weights: tuple[str, ...] = ()
     quantizations: tuple[str, ...] = ()
     fits_float16: bool = True

@@ -28,7 +28,6 @@ from jaxserve.core.models.base import (
     Parameter,
     ParamSpec,
     Table,
-    Trunk,
     WeightSource,
 )
 from jaxserve.core.models.layouts import (
@@ -41,6 +40,7 @@ from jaxserve.core.models.layouts import (
     spread_heads,
     transpose,
 )
+from jaxserve.core.models.trunk import Trunk
 from jaxserve.core.sharding import Axes
 
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
