@@ -1,5 +1,5 @@
 """Compiles whole engine steps for devices that are not attached: the largest programs of a dense model, of some with
-experts, of each kind one, and of one with recurrent states.
+experts, of each kind one, and of two with recurrent states.
 
 A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.kernel_gate`: see `compile_gate.py`.
 The programs are the engine's own, with pools of the size that the engine would plan; the arguments are abstract.
@@ -33,11 +33,11 @@ from pallas_kernels.testing.compile_gate import Gate, choose_names, make_parser,
 from pallas_kernels.testing.gate_report import ProgramReport
 
 DENSE, EXPERTS, LATENT, HEAD = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "mimo-7b"
-HYBRID = "qwen3.6-35b-a3b"
+HYBRID, MAMBA = "qwen3.6-35b-a3b", "nemotron-nano-9b-v2"
 PRESETS = {  # the first always, the others in the full gate
-    "gpu": ("gpt-oss-20b", DENSE, EXPERTS, LATENT, HYBRID),
+    "gpu": ("gpt-oss-20b", DENSE, EXPERTS, LATENT, HYBRID, MAMBA),
     # A TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad.
-    "tpu": (DENSE, EXPERTS, LATENT, HYBRID),
+    "tpu": (DENSE, EXPERTS, LATENT, HYBRID, MAMBA),
 }
 ENCODERS = ("bge-m3", "embeddinggemma-300m", "modernbert-base")  # the first always, the others in the full gate
 ENCODER_LAYERS = 6  # of the others: with windows and without
@@ -63,7 +63,7 @@ QUANTIZED_STEPS = (  # the first on GPUs always, the others in the full gate
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
 # A few layers show what is wrong in a step; the full gate compiles all layers of one model, which takes minutes.
 FEW_LAYERS, FEWEST_LAYERS = 4, 2  # in the full gate, without it
-MAX_MODEL_LEN = {LATENT: 65536, HYBRID: 65536}  # their own would not fit the scalar memory of a TPU
+MAX_MODEL_LEN = {LATENT: 65536, HYBRID: 65536, MAMBA: 65536}  # their own would not fit the scalar memory of a TPU
 MEMORY_SHARE = 0.9
 LAYER_LAUNCHES = {"h200": {1: 13, 32: 13}}  # the most kernels of a layer of the dense model, by rows that decode
 DRAFTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -92,6 +92,10 @@ def make_step_shapes(
         fewer = {"num_hidden_layers": num_layers}
         if "layer_types" in text:
             fewer["layer_types"] = text["layer_types"][-num_layers:]
+        if "hybrid_override_pattern" in text:  # those from the one in front of attention
+            pattern = text["hybrid_override_pattern"]
+            first = pattern.index("*") - 1
+            fewer["hybrid_override_pattern"] = pattern[first : first + num_layers]
         hf_config |= {"text_config": text | fewer} if "text_config" in hf_config else fewer
     config = EngineConfig.from_options(
         model=preset,
@@ -100,7 +104,7 @@ def make_step_shapes(
         # Their own pool has two steps of one layer, less than the temporaries, which it must exceed for the gate.
         num_kv_pages_override=ENCODER_PAGES if preset in ENCODERS else None,
         tensor_parallel_size=num_devices,
-        enable_expert_parallel=preset not in (DENSE, HEAD) and num_devices > 1,
+        enable_expert_parallel=preset not in (DENSE, HEAD, MAMBA) and num_devices > 1,
         attention_impl=impl,
         max_model_len=MAX_MODEL_LEN.get(preset),
         speculative_config=drafts,
