@@ -38,7 +38,12 @@ _WHOLE = {"rope_parameters": scale_rope(rope_type="default", partial_rotary_fact
 
 
 def list_hybrid_cases() -> list[Case]:
-    """Qwen3-Next, Qwen 3.5 dense and with experts, and families with other blocks."""
+    """Families whose layers keep a recurrent state, beside attention."""
+    return [*_list_delta_cases(), *_list_convolution_cases(), *_list_mamba_cases()]
+
+
+def _list_delta_cases() -> list[Case]:
+    """Gated DeltaNet: Qwen3-Next, Qwen 3.5 dense and with experts, OLMo Hybrid."""
     return [
         Case(
             "qwen3_next",
@@ -69,6 +74,32 @@ def list_hybrid_cases() -> list[Case]:
             ablations=({"num_experts_per_tok": 1},),
             experts="joined",
         ),
+        Case(
+            "olmo_hybrid",
+            "olmo_hybrid",
+            "Gated DeltaNet with separate projections and betas up to 2, attention without rotation behind other norms",
+            {
+                "hidden_size": 24,
+                "intermediate_size": 24,
+                "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "linear_num_key_heads": 3,
+                "linear_num_value_heads": 3,
+                # As many values as keys: transformers cuts the convolution into three equal parts when it saves it.
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "rope_parameters": scale_rope(rope_theta=None, rope_type="default"),
+            },
+            ablations=({"linear_allow_neg_eigval": False}, {"rope_parameters": scale_rope(rope_type="default")}),
+        ),
+    ]
+
+
+def _list_convolution_cases() -> list[Case]:
+    """Short convolutions: LFM2, dense and with experts."""
+    return [
         Case(
             "lfm2",
             "lfm2",
@@ -107,12 +138,11 @@ def list_hybrid_cases() -> list[Case]:
             ablations=({"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}),
             **TIED,
         ),
-        *_list_later_cases(),
     ]
 
 
-def _list_later_cases() -> list[Case]:
-    """Granite 4, Nemotron-H and OLMo Hybrid."""
+def _list_mamba_cases() -> list[Case]:
+    """Mamba-2: Granite 4 and Nemotron-H."""
     return [
         Case(
             "granite_hybrid",
@@ -175,25 +205,5 @@ def _list_later_cases() -> list[Case]:
                 "routed_scaling_factor": 2.5,
             },
             ablations=({"norm_topk_prob": False}, {"routed_scaling_factor": 1.0}, {"mlp_hidden_act": "relu"}),
-        ),
-        Case(
-            "olmo_hybrid",
-            "olmo_hybrid",
-            "Gated DeltaNet with separate projections and betas up to 2, attention without rotation behind other norms",
-            {
-                "hidden_size": 24,
-                "intermediate_size": 24,
-                "num_hidden_layers": 3,
-                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "linear_num_key_heads": 3,
-                "linear_num_value_heads": 3,
-                # As many values as keys: transformers cuts the convolution into three equal parts when it saves it.
-                "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8,
-                "rope_parameters": scale_rope(rope_theta=None, rope_type="default"),
-            },
-            ablations=({"linear_allow_neg_eigval": False}, {"rope_parameters": scale_rope(rope_type="default")}),
         ),
     ]
