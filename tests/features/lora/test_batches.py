@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequestError, WeightsError
+from jaxserve.tools.cli import main
 from tests.e2e.helpers import greedy, make_llm
 from tests.features.lora.adapter_files import AdapterSpec, write_adapter
 from tests.golden_cases import load_case
@@ -144,3 +145,13 @@ def test_requests_and_options_without_adapters_are_refused_by_name(adapters: lis
     ):
         with pytest.raises(ConfigError, match=message):
             make_llm(CASE, **options)
+
+
+def test_the_memory_plan_has_a_line_for_the_bank(capsys: pytest.CaptureFixture[str]):
+    flags = ["--skip-tokenizer-init", "--enable-lora", "--max-loras", "3", "--lora-target-modules", "q_proj"]
+    assert main(["plan", str(CASE.path), *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if "adapters " in line and "slots" in line)
+    assert "3 slots of rank 16" in line
+    assert main(["plan", str(CASE.path), "--skip-tokenizer-init"]) == 0
+    assert "slots of rank" not in capsys.readouterr().out
