@@ -163,10 +163,10 @@ def take_all_widths(llm: LLM) -> set[int]:
     chooser, turn = llm.ready.engine.scheduler.planner._widths, 0
     choose = chooser.choose
 
-    def choose_any(num_rows: int, *rest: Any) -> tuple[int, int]:
+    def choose_any(num_rows: int, *rest: Any, **named: Any) -> tuple[int, int]:
         nonlocal turn
         turn += 1
-        choose(num_rows, *rest)
+        choose(num_rows, *rest, **named)
         widths = sorted({1, *(width for rows, width in sizes if rows >= num_rows)})
         return widths[turn // 3 % len(widths)] if chooser._has_drafts else 1, widths[-1] - 1
 

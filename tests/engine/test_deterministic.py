@@ -38,7 +38,7 @@ def check_index(engine: Engine, requests: list[Request]) -> None:
     for request in requests:
         keys: list[bytes] = []
         ids = request.prompt_token_ids
-        extend_keys(keys, ids, page_size=32, num_pages=len(ids) // 32, salt="")
+        extend_keys(keys, ids, page_size=32, num_pages=len(ids) // 32, salt=request.salt)
         known |= set(keys)
     assert set(engine.scheduler.pages.pools[0]._index) <= known
 

@@ -154,7 +154,7 @@ def test_the_time_of_a_step_that_compiled_is_not_noted(overlap: bool, monkeypatc
         return start(plan)
 
     monkeypatch.setattr(device, "start", compile_fourth)
-    monkeypatch.setattr(engine.scheduler.times, "add", lambda tokens, rows, taken, width=1: seconds.append(taken))
+    monkeypatch.setattr(engine.scheduler.times, "add", lambda tokens, rows, taken, width=1, **_: seconds.append(taken))
     run(engine, [greedy("a", range(5), 10)])
     assert len(seconds) == len(device.plans) - 1 and max(seconds) < 3
 
