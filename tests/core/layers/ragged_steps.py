@@ -95,3 +95,23 @@ def draw_decays(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarr
         3: lambda: random.choice([0.0, -1e-3, -30.0], shape),
     }
     return np.broadcast_to(decays[int(random.integers(4))](), shape).astype(np.float32)
+
+
+def check_decoding(rule: Rule, draw_text: Callable[..., Any], recur: Callable[..., Any]) -> None:
+    """Steps of one token for some or all rows give the answers and states of a recurrence from zeros.
+
+    Args:
+        draw_text: (random, tokens) -> inputs.
+        recur: (inputs, state) -> the answers and the state behind them, in float64.
+    """
+    random = np.random.default_rng(1)
+    pool, states = make_pool(rule), [np.zeros(rule.state)] * SLOTS
+    for step in range(20):
+        rows = list(range(step % 2, SLOTS)) if step else list(range(SLOTS))
+        texts = {row: draw_text(random, 1) for row in rows}
+        chunks = [Chunk(row, text, step) for row, text in texts.items()]
+        found, pool = run(rule, chunks, pool, num_tokens=SLOTS + 1, num_rows=SLOTS + 1)
+        for row, got in zip(rows, found, strict=True):
+            want, states[row] = recur(texts[row], states[row])
+            np.testing.assert_allclose(got, want, atol=MOST)
+            np.testing.assert_allclose(np.asarray(pool)[LAYER, row], states[row], atol=MOST)

@@ -20,6 +20,7 @@ from tests.core.layers.ragged_steps import (
     SLOTS,
     Chunk,
     Rule,
+    check_decoding,
     cut,
     draw_decays,
     make_pool,
@@ -109,17 +110,7 @@ def test_ragged_steps_equal_the_recurrence() -> None:
 
 
 def test_rows_that_decode_equal_the_recurrence() -> None:
-    random = np.random.default_rng(1)
-    pool, states = make_pool(RULE), [np.zeros((N, A, B))] * SLOTS
-    for step in range(20):
-        rows = list(range(step % 2, SLOTS)) if step else list(range(SLOTS))
-        texts = {row: draw_text(random, 1) for row in rows}
-        chunks = [Chunk(row, text, step) for row, text in texts.items()]
-        found, pool = run(RULE, chunks, pool, num_tokens=SLOTS + 1, num_rows=SLOTS + 1)
-        for row, got in zip(rows, found, strict=True):
-            want, states[row] = recur(texts[row], states[row])
-            np.testing.assert_allclose(got, want, atol=MOST)
-            np.testing.assert_allclose(np.asarray(pool)[LAYER, row], states[row], atol=MOST)
+    check_decoding(RULE, draw_text, recur)
 
 
 @pytest.mark.parametrize("begin", [0, 63, 64])
