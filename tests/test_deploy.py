@@ -18,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from jaxserve.config import EngineConfig
+from jaxserve.features.lora.store import AdapterStore
 from jaxserve.options import list_options
 from jaxserve.server.app import make_admin_api, make_api
 from jaxserve.server.launch import make_state
@@ -176,7 +177,7 @@ def test_metrics_of_the_table_are_those_that_are_rendered() -> None:
     table = DOC.partition("| Metric |")[2].partition("\n\n")[0]
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
     metrics = ServerMetrics("demo")
-    metrics.cache_config = {"page_size": 32}
+    metrics.cache_config, metrics.adapters = {"page_size": 32}, AdapterStore(lambda folder: None, 1)
     text = render(metrics, None, make_stats(), "ready")[0].decode()
     assert named == {name.removeprefix("jaxserve:") for name in re.findall(r"^# TYPE (\S+)", text, flags=re.M)}
 
