@@ -126,7 +126,7 @@ def ids(client: httpx.Client) -> dict[str, int]:
     """Tokens by their texts."""
     found = {
         text: client.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"][-1]
-        for text in ("y", "z", "<", "no", "{")
+        for text in ("y", "z", "<", "<tool_call>", "no", "{")
     }
     body = {"messages": HELLO, "structured_outputs": {"choice": ["no"]}, "return_token_ids": True}
     end = client.post(CHAT, json=body)
@@ -172,7 +172,7 @@ def test_a_form_beside_tools_leaves_the_model_both(
     body = {"messages": HELLO, "temperature": 0, "max_tokens": 60, "n": 2, "stream": stream, **TOOLS}
     body |= FIELDS[form][0](ids)
     for bias, reason in ((100, "tool_calls"), (-100, "stop")):
-        answer = client.post(CHAT, json={**body, "logit_bias": {str(ids["<"]): bias}})
+        answer = client.post(CHAT, json={**body, "logit_bias": {str(ids[text]): bias for text in ("<", "<tool_call>")}})
         if stream:
             lines = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
             choices = [line["choices"][0] for line in lines]
