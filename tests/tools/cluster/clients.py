@@ -11,7 +11,7 @@ def stream_sum(client: openai.OpenAI) -> list[ChatCompletionChunk]:
     chunks = client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": "What is 123 + 45?"}],
-        max_tokens=40,
+        max_tokens=64,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},

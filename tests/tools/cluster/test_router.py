@@ -93,7 +93,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def ask(pair: Pair, text: str, **fields: Any) -> str:
-    given: dict[str, Any] = {"max_tokens": 40, "temperature": 0, **fields}
+    given: dict[str, Any] = {"max_tokens": 64, "temperature": 0, **fields}
     answer = pair.client.chat.completions.create(model="demo", messages=[{"role": "user", "content": text}], **given)
     return answer.choices[0].message.content or ""
 
@@ -102,7 +102,7 @@ def test_openai_clients_see_one_server(pair: Pair) -> None:
     assert pair.client.models.list().data[0].id == "demo"
     assert ask(pair, "What is 123 + 45?").endswith("168")
     found = stream_sum(pair.client)
-    assert found[-1].usage is not None and found[-1].usage.completion_tokens == 38
+    assert found[-1].usage is not None and found[-1].usage.completion_tokens == 43
     completion = pair.client.completions.create(model="demo", prompt="Once", max_tokens=5, n=2, seed=1, logprobs=1)
     assert len(completion.choices) == 2
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
