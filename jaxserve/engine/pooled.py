@@ -57,20 +57,7 @@ def embed(
     Raises InvalidRequestError for what the model cannot make.
     """
     require_task(list_tasks(model), "embed")
-    return _embed(factory, model, prompts, options, EmbeddingOutput)
-
-
-def _embed[T](
-    factory: RequestFactory,
-    model: DecoderConfig,
-    prompts: Prompt | Sequence[Prompt],
-    options: Mapping[str, Any],
-    kind: Callable[..., T],
-) -> PoolingCall[T]:
-    """Returns the call of vectors of texts, or of all tokens of texts, whose answers are of a kind."""
-    params, own = _split(options)
-    make = partial(cut_embedding, params=check_embedding(model, params), normalizes=model.pooler.normalizes)
-    return PoolingCall(_make_each(factory, prompts, own), partial(_finish, kind, make))
+    return _pool(factory, model, prompts, options, EmbeddingOutput)
 
 
 def classify(
@@ -84,22 +71,7 @@ def classify(
     Raises InvalidRequestError if the model has no classes.
     """
     require_task(list_tasks(model), "classify")
-    return _classify(factory, model, prompts, options, ClassificationOutput)
-
-
-def _classify[T](
-    factory: RequestFactory,
-    model: DecoderConfig,
-    prompts: Prompt | Sequence[Prompt],
-    options: Mapping[str, Any],
-    kind: Callable[..., T],
-) -> PoolingCall[T]:
-    """Returns the call of classes of texts, or of all tokens of texts, whose answers are of a kind."""
-    params, own = _split(options)
-    classes, given = model.pooler.classes, _refuse_dimensions(params)
-    assert classes is not None
-    make = partial(activate, classes, params=given)
-    return PoolingCall(_make_each(factory, prompts, own), partial(_finish, kind, make))
+    return _pool(factory, model, prompts, options, ClassificationOutput)
 
 
 def encode(
@@ -116,7 +88,23 @@ def encode(
         raise InvalidRequestError(message, field="pooling_task", value=task)
     require_task(tasks, task)
     own = {name: value for name, value in options.items() if name != "pooling_task"}
-    return (_embed if model.pooler.classes is None else _classify)(factory, model, prompts, own, PoolingOutput)
+    return _pool(factory, model, prompts, own, PoolingOutput)
+
+
+def _pool[T](
+    factory: RequestFactory,
+    model: DecoderConfig,
+    prompts: Prompt | Sequence[Prompt],
+    options: Mapping[str, Any],
+    kind: Callable[..., T],
+) -> PoolingCall[T]:
+    """Returns the call of what the model makes of texts, or of all tokens of texts, whose answers are of a kind."""
+    params, own = _split(options)
+    if model.pooler.classes is None:
+        make = partial(cut_embedding, params=check_embedding(model, params), normalizes=model.pooler.normalizes)
+    else:
+        make = partial(activate, model.pooler.classes, params=_refuse_dimensions(params))
+    return PoolingCall(_make_each(factory, prompts, own), partial(_finish, kind, make))
 
 
 def score(

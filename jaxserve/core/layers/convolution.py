@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxserve.core.layers.context import StateSlots
+from jaxserve.core.layers.recurrent import read_slots, write_slots
 from pallas_kernels.spec import BatchMeta
+
+
+def convolve_heads(
+    leaves: Mapping[str, jax.Array],
+    x: Float[Array, "T H C"],
+    pool: Float[Array, "L R H V"],
+    offset: int,
+    batch: BatchMeta,
+    slots: StateSlots,
+) -> tuple[Float[Array, "T H C"], jax.Array]:
+    """Returns the convolution of all heads' channels in float32, and the pool with the inputs that the next step needs.
+
+    Parameters: `conv` [W, H * C] and perhaps `conv_bias` [H * C]. A head's last W - 1 inputs lie side by side in the
+    pool, so that devices can share heads.
+    """
+    tokens, heads, size = x.shape
+    kept = read_slots(pool, offset, slots.read).reshape(-1, heads, pool.shape[-1] // size, size).swapaxes(1, 2)
+    sums, kept = convolve(leaves["conv"], x.reshape(tokens, -1), kept.reshape(*kept.shape[:2], -1), batch)
+    if "conv_bias" in leaves:
+        sums += leaves["conv_bias"].astype(jnp.float32)
+    kept = kept.reshape(*kept.shape[:2], heads, size).swapaxes(1, 2)
+    return sums.reshape(x.shape), write_slots(pool, offset, slots.write, kept.reshape(len(kept), *pool.shape[2:]))
 
 
 def convolve(

@@ -14,12 +14,11 @@ from jaxtyping import Array, Float
 from jaxserve.core.layers.activations import ACTIVATIONS
 from jaxserve.core.layers.by_head import Pool, run_by_head
 from jaxserve.core.layers.context import LayerContext, StateSlots
-from jaxserve.core.layers.convolution import convolve
+from jaxserve.core.layers.convolution import convolve_heads
 from jaxserve.core.layers.delta_rule import TILE, HeadSizes, RuleInputs, apply_rule
 from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.memory import RecurrentState, StateArray
 from jaxserve.core.layers.norm import NormConfig, normalize_plainly
-from jaxserve.core.layers.recurrent import read_slots, write_slots
 from jaxserve.core.sharding import Axes
 from pallas_kernels.spec import BatchMeta
 
@@ -118,17 +117,8 @@ def _mix_here(
     tokens, sizes = len(qkvz), config.sizes._replace(keys=qkvz.shape[1] // config.head_columns)
     columns = qkvz.reshape(tokens, sizes.keys, config.head_columns)
     mixed, gates = columns[..., : config.head_channels], columns[..., config.head_channels :]
-    kept = read_slots(pool[_INPUTS], offset, slots.read)
-    kept = kept.reshape(-1, sizes.keys, config.conv_size - 1, config.head_channels).swapaxes(1, 2)
-    channels, kept = convolve(
-        leaves["conv"],
-        mixed.reshape(tokens, -1),
-        kept.reshape(*kept.shape[:2], -1),
-        batch,
-    )
-    channels = ACTIVATIONS[config.activation](channels).astype(qkvz.dtype).reshape(mixed.shape)
-    kept = kept.reshape(*kept.shape[:2], sizes.keys, -1).swapaxes(1, 2)
-    inputs = write_slots(pool[_INPUTS], offset, slots.write, kept.reshape(len(kept), *pool[_INPUTS].shape[2:]))
+    channels, inputs = convolve_heads(leaves, mixed, pool[_INPUTS], offset, batch, slots)
+    channels = ACTIVATIONS[config.activation](channels).astype(qkvz.dtype)
     b, a = jnp.split(ba.astype(jnp.float32).reshape(tokens, sizes.keys, -1), 2, axis=-1)
     steps = jax.nn.softplus(a.reshape(tokens, -1) + leaves["decay_bias"])
     beta = config.beta_scale * jax.nn.sigmoid(b).reshape(tokens, -1)

@@ -15,11 +15,10 @@ from jaxtyping import Array, Float
 from jaxserve.core.layers.activations import ACTIVATIONS
 from jaxserve.core.layers.by_head import Pool, run_by_head
 from jaxserve.core.layers.context import LayerContext, StateSlots
-from jaxserve.core.layers.convolution import convolve
+from jaxserve.core.layers.convolution import convolve_heads
 from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.memory import RecurrentState, StateArray
 from jaxserve.core.layers.norm import NormConfig
-from jaxserve.core.layers.recurrent import read_slots, write_slots
 from jaxserve.core.layers.state_space import GroupSizes, SpaceInputs, apply_space
 from jaxserve.core.sharding import TENSOR_AXIS, Axes
 from pallas_kernels.spec import BatchMeta
@@ -115,15 +114,8 @@ def _mix_here(
     columns = streams[0].reshape(tokens, sizes.groups, config.group_columns)
     width, end = sizes.heads * sizes.head_dim, -sizes.heads
     gates, mixed, steps = columns[..., :width], columns[..., width:end], columns[..., end:]
-    kept = read_slots(pool[_INPUTS], offset, slots.read)
-    kept = kept.reshape(-1, sizes.groups, config.conv_size - 1, config.group_channels).swapaxes(1, 2)
-    kept = kept.reshape(*kept.shape[:2], -1)
-    channels, kept = convolve(leaves["conv"], mixed.reshape(tokens, -1), kept, batch)
-    if "conv_bias" in leaves:
-        channels += leaves["conv_bias"].astype(jnp.float32)
-    channels = ACTIVATIONS[config.activation](channels).astype(mixed.dtype).reshape(mixed.shape)
-    kept = kept.reshape(*kept.shape[:2], sizes.groups, -1).swapaxes(1, 2)
-    inputs = write_slots(pool[_INPUTS], offset, slots.write, kept.reshape(len(kept), *pool[_INPUTS].shape[2:]))
+    channels, inputs = convolve_heads(leaves, mixed, pool[_INPUTS], offset, batch, slots)
+    channels = ACTIVATIONS[config.activation](channels).astype(mixed.dtype)
     steps = jax.nn.softplus(steps.astype(jnp.float32).reshape(tokens, -1) + leaves["decay_bias"])
     read = SpaceInputs(channels, steps, -jnp.exp(leaves["decay"]), leaves["skip"])
     out, state = apply_space(sizes, read, pool[_STATE], offset, batch, slots)
