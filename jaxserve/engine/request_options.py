@@ -231,11 +231,11 @@ def make_fields(options: Mapping[str, Any], find_adapter: FindAdapter) -> dict[s
     """
     fields = check_options(**options)
     wanted = fields.pop("lora_request")
-    return {**fields, "adapter": None if wanted is None else find_adapter(wanted)}
+    return {**fields, "adapter": find_adapter(wanted) if isinstance(wanted, LoRARequest) else wanted}
 
 
 def _check_adapter(wanted: object) -> None:
-    if wanted is not None and not isinstance(wanted, LoRARequest):
+    if wanted is not None and not isinstance(wanted, LoRARequest | Adapter):
         message = f"must be a LoRARequest, got {shorten(wanted)}"
         raise InvalidRequestError(message, field="lora_request", value=wanted)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from jaxserve.features.lora.store import AdapterStore
     from jaxserve.request import Adapter
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
@@ -26,6 +29,7 @@ class ServedAdapter:
 
     request: LoRARequest
     parent: str  # the base model, by the name that clients know
+    in_folder: bool = False  # it was loaded from `lora_dir`, where its files must still be when they are read again
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -74,15 +78,25 @@ class ServedAdapters:
         """Returns the adapter of a request, read in a thread if there is no copy of it; whoever holds it keeps it.
 
         Raises:
-            ApiError: 503; its files cannot be read any more.
+            ApiError: 404; it has been unloaded meanwhile. 503; its files cannot be read any more.
         """
         if wanted is None:
             return None
-        try:
-            return await asyncio.to_thread(self._require_store().find, wanted)
-        except JaxServeError as error:
-            message = f"The files of the model {wanted.lora_name!r} cannot be read any more; its operator has to look."
-            raise ApiError(503, message, param="model", code="adapter_unreadable") from error
+        name, store = wanted.lora_name, self._require_store()
+        if (loaded := store.find_loaded(name)) is not None:
+            return loaded
+        async with self._lock:  # one is read at a time, and none while another takes its name
+            served = self._by_name.get(name)
+            if served is None:
+                raise ApiError(404, f"The model {name!r} was unloaded.", param="model", code="model_not_found")
+            try:
+                if served.in_folder:
+                    await asyncio.to_thread(self._resolve, served.request.lora_path)
+                return await asyncio.to_thread(store.find, served.request)
+            except (JaxServeError, ApiError) as error:
+                _log.error("adapter %s cannot be read any more: %s", name, error)
+                message = f"The files of the model {name!r} cannot be read any more; its operator has to look."
+                raise ApiError(503, message, param="model", code="adapter_unreadable") from error
 
     async def load(self, name: str, path: str, *, inplace: bool) -> None:
         """Reads an adapter and serves it from now on; with `inplace` in place of one of the same name.
@@ -103,7 +117,7 @@ class ServedAdapters:
                 await asyncio.to_thread(store.find, request, anew=True)
             except JaxServeError as error:
                 raise ApiError(400, str(error), param="lora_path", code="adapter_refused") from error
-            self._by_name[name] = ServedAdapter(request, self._base_names[0])
+            self._by_name[name] = ServedAdapter(request, self._base_names[0], in_folder=True)
 
     async def unload(self, name: str) -> None:
         """Refuses an adapter to new requests; those that run end with it. ApiError 404 if it is unknown."""

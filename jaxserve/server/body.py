@@ -79,7 +79,7 @@ async def prepare[B: Body, T](
     """
     options = make_request_options(request, body, state)
     longest_wait = state.config.limits.find_longest_wait(options["service_tier"])
-    adapter = await state.adapters.find(options["lora_request"])  # held until the requests hold it
+    options["lora_request"] = await state.adapters.find(options["lora_request"])  # one load for all that is made
     known: dict[str, Any] = {}  # grammars by key
     options["compile_grammar"] = partial(_find_grammar, state, known)
     while True:
@@ -93,7 +93,6 @@ async def prepare[B: Body, T](
             )
     if (share := get_context(request.scope).body_share) is not None:
         share.close()
-    del adapter
     return made
 
 

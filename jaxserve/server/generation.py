@@ -180,7 +180,8 @@ class Generation:
         self._measured = output.metrics
         params, adapter = record.request.params, record.request.adapter
         if adapter is not None:
-            self._state.metrics.count_adapter(adapter.name, sum(counts))
+            is_served = self._state.adapters.get(adapter.name) is not None
+            self._state.metrics.count_adapter(adapter.name, sum(counts), is_served=is_served)
         self._state.metrics.finish_request(
             record.tally, output, params.max_tokens, params.n, num_tokens=counts, num_streamed=streamed
         )

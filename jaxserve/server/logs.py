@@ -115,7 +115,8 @@ def log_access(request_id: str, scope: Scope, status: int, seconds: float) -> No
     fields = {name: value for name, value in fields.items() if value is not None}
     tokens = f"  {fields['prompt_tokens']}+{fields.get('output_tokens', 0)} tokens" if "prompt_tokens" in fields else ""
     tenant = f" {fields['tenant']}" if "tenant" in fields else ""
-    text = f"{status} {fields['method']} {fields['path']}  {seconds:.3f} s{tokens}  {fields['client']}{tenant}"
+    adapter = f"  adapter {fields['adapter']}" if "adapter" in fields else ""
+    text = f"{status} {fields['method']} {fields['path']}  {seconds:.3f} s{tokens}  {fields['client']}{tenant}{adapter}"
     _access.log(level, "%s  %s", text, fields["request_id"], extra=fields)
 
 

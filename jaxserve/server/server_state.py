@@ -188,7 +188,7 @@ class ServerState:
         if name is None:
             return self.names[0]
         if name not in self.names:
-            known = ", ".join(self.names[:_MOST_NAMES])
+            known = ", ".join(self.base_names[:_MOST_NAMES])  # not all adapters are everybody's
             message = f"The model {name[:100]!r} does not exist here; there is {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from jaxserve.core.scheduler.policy import choose_drained
+from jaxserve.core.scheduler.limits import SchedulerLimits
+from jaxserve.core.scheduler.policy import can_yield, choose_drained, must_yield
 from jaxserve.core.scheduler.running import Batch
-from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus
+from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus, age
 
 
 class AdapterSlots:
@@ -15,7 +16,8 @@ class AdapterSlots:
     behind the first of them join it no more, and its slot goes to whoever is first in line when it is free.
     """
 
-    def __init__(self, num_slots: int, batch: Batch) -> None:
+    def __init__(self, limits: SchedulerLimits, batch: Batch) -> None:
+        num_slots, self._limits = limits.num_adapters, limits
         self.held = dict.fromkeys(range(1, num_slots + 1), 0)  # generation by slot, least recently used first; 0: none
         self._batch = batch
         self._slots: dict[int, int] = {}  # by generation
@@ -34,18 +36,37 @@ class AdapterSlots:
             return True
         if not self._is_behind(sequence):
             self._first = sequence
-            self._drained = self._drained if self._drained in running else choose_drained(self._batch)
+            self._drained = choose_drained(self._limits, self._batch, sequence, self._drained)
         return False
+
+    def list_yielding(self) -> list[Sequence]:
+        """Returns the running sequences of the drained adapter, the youngest first, if all must yield to who waits."""
+        first = self._first
+        if first is None or not self._is_waiting(first) or self._drained not in self._batch.num_by_adapter:
+            return []
+        rows = [each for each in (*self._batch.decoding, *self._batch.prefilling) if self._uses_drained(each)]
+        yields = all(can_yield(self._limits, each) and must_yield(self._limits, each, first) for each in rows)
+        return sorted(rows, key=age, reverse=True) if yields else []
+
+    def _uses_drained(self, sequence: Sequence) -> bool:
+        return sequence.request.generation == self._drained
 
     def _is_behind(self, sequence: Sequence) -> bool:
         """Whether an older sequence waits for the adapter that is drained."""
         first = self._first
-        is_waiting = first is not None and first.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
-        return is_waiting and self._drained in self._batch.num_by_adapter and first.order < sequence.order
+        if first is None or not self._is_waiting(first):
+            self._first = None
+            return False
+        return self._drained in self._batch.num_by_adapter and first.order < sequence.order
+
+    @staticmethod
+    def _is_waiting(sequence: Sequence) -> bool:
+        return sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
 
     def take(self, sequence: Sequence) -> int:
         """Returns the slot of the adapter of a sequence that is ready and has just joined the batch; 0 without one."""
         generation, running = sequence.request.generation, self._batch.num_by_adapter
+        self._first = None if self._first is sequence else self._first
         if not generation:
             return 0
         slot = self._slots.get(generation)
@@ -74,3 +95,4 @@ class AdapterSlots:
         self.held = dict.fromkeys(sorted(self.held), 0)
         self._slots.clear()
         self._writes.clear()
+        self._first = None

@@ -149,10 +149,12 @@ class Planner:
             sequence.num_awaited_steps = 0
 
     def _make_way(self, builder: PlanBuilder) -> None:
-        """Preempts running sequences that must yield to the first in line, while it has no row or no pages."""
+        """Preempts running sequences that must yield to the first in line, while it has no row, pages or adapter."""
         batch, pages = self._batch, self._pages
         if not (self._waiting and len(batch) and can_yield(self.limits, choose_victim(self.limits, batch))):
             return
+        for victim in self._adapters.list_yielding():
+            self._preempt(builder, victim)
         first = self._waiting.first
         while (
             first is not None

@@ -97,12 +97,26 @@ def choose_victim(limits: SchedulerLimits, batch: Batch) -> Sequence:
     return max((*batch.decoding[-1:], *batch.prefilling[-1:]), key=age)
 
 
-def choose_drained(batch: Batch) -> int:
-    """Returns the running adapter whose slot others get once its rows have ended: one of the fewest rows, the soonest.
+def choose_drained(limits: SchedulerLimits, batch: Batch, waiting: Sequence, drained: int = 0) -> int:
+    """Returns the running adapter whose slot a waiting sequence gets once its rows have ended.
 
-    Every slot is in use when this is asked.
+    Every slot is in use when this is asked. Rows that must yield give it up at once. An adapter with rows of a better
+    rank is the last choice, as others of that rank may go on to join it. Among equals it is `drained`, then the one of
+    the fewest rows.
     """
-    return min(batch.num_by_adapter, key=batch.num_by_adapter.__getitem__)
+    stays, outranks = set[int](), set[int]()
+    for sequence in (*batch.decoding, *batch.prefilling):
+        generation = sequence.request.generation
+        if not (can_yield(limits, sequence) and must_yield(limits, sequence, waiting)):
+            stays.add(generation)
+        if sequence.request.rank < waiting.request.rank:
+            outranks.add(generation)
+
+    def count(generation: int) -> tuple[bool, bool, bool, int]:
+        rows = batch.num_by_adapter[generation]
+        return generation in outranks, generation in stays, generation != drained, rows
+
+    return min(batch.num_by_adapter, key=count)
 
 
 def can_yield(limits: SchedulerLimits, running: Sequence) -> bool:

@@ -49,7 +49,7 @@ class Scheduler:
         self.times = StepTimes(limits)
         self.widths = WidthChooser(limits, self.times, {} if costs is None else costs) if limits.max_drafts else None
         self.batch = Batch(limits.max_num_seqs, pages)
-        self.adapters = AdapterSlots(limits.num_adapters, self.batch)
+        self.adapters = AdapterSlots(limits, self.batch)
         self.waiting = WaitingQueue(
             self.turns,
             lambda sequence: not pages.is_loading(sequence.pages) and self.adapters.is_ready(sequence),

@@ -42,7 +42,10 @@ _REFUSED: Mapping[str, str] = {
 # Initialisations after which an adapter fits a changed base model, unless PEFT has converted it.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 ALL_LINEAR = "all-linear"
-_MAX_PATTERN = 10_000  # characters
+_MAX_PATTERN = 1_000  # characters
+_REPEATS = re.compile(r"(?<![\\(])[*+?{]")
+_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
+_MAX_REPEATS = 4  # in a pattern; with more, or of groups, matching may take for ever
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,9 @@ class _Reader:
     def _check_pattern(self, key: str, pattern: str) -> str:
         if len(pattern) > _MAX_PATTERN:
             raise self.error(key, f"a pattern has at most {_MAX_PATTERN} characters, got {len(pattern)}")
+        if _REPEATED_GROUP.search(pattern) or len(_REPEATS.findall(pattern)) > _MAX_REPEATS:
+            message = f"a pattern repeats no group, and has at most {_MAX_REPEATS} of * + ? and {{"
+            raise self.error(key, f"{message}, got {shorten(pattern)}")
         try:
             re.compile(pattern)
         except (re.error, RecursionError) as error:

@@ -55,6 +55,14 @@ class AdapterStore:
         """Copies on the host."""
         return len(self._live)
 
+    def find_loaded(self, name: str) -> Adapter | None:
+        """Returns the last load of an adapter; None if there is no copy of it."""
+        with self._lock:
+            adapter = self._current.get(name)
+            if adapter is not None:
+                self._use(adapter)
+            return adapter
+
     def find(self, wanted: LoRARequest, *, anew: bool = False) -> Adapter:
         """Returns an adapter, read now if there is no copy of it.
 
@@ -80,6 +88,8 @@ class AdapterStore:
             with self._lock:
                 self._check(wanted, anew)
                 self._requests[wanted.lora_name], self._names[wanted.lora_int_id] = wanted, wanted.lora_name
+                if (before := self._current.get(wanted.lora_name)) is not None:
+                    self._recent.pop(before.generation, None)  # no request can name it any more
                 self._current[wanted.lora_name] = self._live[adapter.generation] = adapter
                 self._use(adapter)
             self.counts.loads += 1

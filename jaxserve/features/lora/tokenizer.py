@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import zip_longest
 from pathlib import Path
 
 from jaxserve.errors import TokenizerError
@@ -20,7 +21,8 @@ def check_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
     from jaxserve.tokenizers.load import load_tokenizer
 
     own = load_tokenizer(folder)
-    pairs = zip(own.list_token_bytes(), tokenizer.list_token_bytes(), strict=False)  # one may be padded
+    # One may be padded, with tokens that have no bytes.
+    pairs = zip_longest(own.list_token_bytes(), tokenizer.list_token_bytes(), fillvalue=b"")
     other = next((token_id for token_id, (each, base) in enumerate(pairs) if each != base), None)
     if other is not None:
         message = f"has another vocabulary than the base model: token {other} differs"

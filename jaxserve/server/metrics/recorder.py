@@ -198,9 +198,9 @@ class ServerMetrics:
         """Counts a request that ended without a last output: "abort" if its client left, "error" if it failed."""
         self.finished[reason] += 1
 
-    def count_adapter(self, name: str, num_tokens: int) -> None:
-        """Counts tokens that an adapter generated, under "other" once there are too many."""
-        if name not in self.adapter_tokens and len(self.adapter_tokens) >= _MAX_ADAPTERS:
+    def count_adapter(self, name: str, num_tokens: int, *, is_served: bool) -> None:
+        """Counts tokens that an adapter generated, under "other" once there are too many, or after it was unloaded."""
+        if not is_served or (name not in self.adapter_tokens and len(self.adapter_tokens) >= _MAX_ADAPTERS):
             name = OTHER
         self.adapter_tokens[name] = self.adapter_tokens.get(name, 0) + num_tokens
 

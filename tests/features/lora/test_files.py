@@ -91,6 +91,7 @@ REFUSED: dict[str, Any] = {
     "target_modules": [1],
     "layers_to_transform": ["first"],
     "layers_pattern": "(",
+    "exclude_modules": "([a-z_.0-9]+)+X",  # takes for ever
     "next_years_key": 3,
 }
 
@@ -248,7 +249,15 @@ def test_a_tokenizer_beside_the_adapter_must_have_the_same_tokens(tmp_path: Path
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     check_tokenizer(tokenizer, tmp_path)
     assert "its chat template is not the base model's" in caplog.text
-    found = json.loads((tmp_path / "tokenizer.json").read_text())
+    text = (tmp_path / "tokenizer.json").read_text()
+    found = json.loads(text)
+    token = {"id": len(tokenizer.list_token_bytes()), "content": "<|new|>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    found["added_tokens"].append(token | flags)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(TokenizerError, match="another vocabulary than the base model: token"):
+        check_tokenizer(tokenizer, tmp_path)
+    found = json.loads(text)
     vocabulary = found["model"]["vocab"]
     first, second = sorted(vocabulary, key=vocabulary.__getitem__)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]

@@ -7,6 +7,7 @@ and so does a page that another adapter, or another load of the same one, has wr
 from __future__ import annotations
 
 import gc
+import itertools
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -293,6 +294,39 @@ def test_nobody_waits_for_a_request_that_was_aborted():
     assert [output.request_id for _ in range(4) for output in engine.step()] == ["next"]
 
 
+def test_rows_that_must_yield_give_up_the_slot_of_their_adapter():
+    engine, _, store = make_adapter_engine()
+    engine.add_request(make_request("flex", store, 1, 60, service_tier=ServiceTier.FLEX))
+    engine.step()
+    engine.add_request(make_request("priority", store, 2, 2, service_tier=ServiceTier.PRIORITY))
+    ended = [[output.request_id for output in engine.step()] for _ in range(8)]
+    assert ["priority"] in ended
+    while engine.has_unfinished:
+        ended += [[output.request_id for output in engine.step()]]
+    assert ended[-1] == ["flex"]
+
+
+def test_an_adapter_that_better_tiers_keep_is_not_the_one_that_is_drained():
+    engine, _, store = make_adapter_engine(slots=2, rows=8)
+    numbers = itertools.count()
+
+    def add(adapter: int, tier: ServiceTier) -> None:
+        engine.add_request(make_request(f"{adapter}-{next(numbers)}", store, adapter, 20, service_tier=tier))
+
+    add(1, ServiceTier.DEFAULT)
+    add(2, ServiceTier.FLEX)
+    add(2, ServiceTier.FLEX)
+    engine.step()
+    engine.add_request(make_request("waits", store, 3, 2, service_tier=ServiceTier.FLEX))
+    ended: list[str] = []
+    for step in range(100):
+        if step % 10 == 0:
+            add(1, ServiceTier.DEFAULT)
+            add(2, ServiceTier.FLEX)
+        ended += [output.request_id for output in engine.step()]
+    assert "waits" in ended
+
+
 def test_slots_are_taken_from_the_lowest_on_and_kept_for_what_was_used_last():
     engine, device, store = make_adapter_engine(slots=3)
     for name in (1, 2, 1, 3, 2, 1, 4, 3):
@@ -314,7 +348,20 @@ def test_copies_that_nobody_needs_are_dropped():
     while engine.has_unfinished:
         engine.step()
     gc.collect()
-    assert store.num_live <= 4 + 1 and device.num_writes == 200
+    assert store.num_live <= 4 and device.num_writes == 200
+
+
+def test_loads_that_no_request_can_name_are_dropped():
+    store = AdapterStore(lambda path: path, 8)
+    for name, number in (("a", 1), ("b", 2)):
+        store.find(LoRARequest(name, number, f"/{name}"))
+    for _ in range(5):
+        store.find(LoRARequest("a", 1, "/a"), anew=True)
+    gc.collect()
+    assert store.num_live == 2 and store.find_loaded("a").generation == 7
+    store.remove("a")
+    gc.collect()
+    assert store.num_live == 1 and store.find_loaded("a") is None
 
 
 def test_a_name_and_a_number_have_one_meaning():
