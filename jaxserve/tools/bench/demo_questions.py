@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from jaxserve.sampling_params import SamplingParams
 
-MAX_TOKENS = 96
+MAX_TOKENS = 128  # the longest answers have a little over 100
 _NAMES = ("Ada", "Grace", "Alan", "Clara", "Emil", "Ida", "Nora", "Otto")
 _QUESTIONS = (
     "What is continuous batching?",

@@ -168,7 +168,7 @@ def test_texts_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 def test_the_demo_model_gets_its_questions(tokenizer: Tokenizer) -> None:
     found = make("demo", tokenizer=tokenizer, num_prompts=8)
-    assert all(each.prompt is not None and each.max_tokens == 96 for each in found)
+    assert all(each.prompt is not None and each.max_tokens == 128 for each in found)
     assert any("story" in str(each.prompt) for each in found) and len({ids(each) for each in found}) > 5
     assert not DatasetOptions("demo").ignores_eos and DatasetOptions("demo", ignore_eos=True).ignores_eos
     assert DatasetOptions("random").ignores_eos
