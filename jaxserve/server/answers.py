@@ -37,6 +37,11 @@ class ReasoningCounter:
     def __init__(self, parser: AnswerParser, namer: TokenNamer) -> None:
         self._parser, self._namer = parser, namer
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no reasoning can follow."""
+        return not self._parser.may_reason
+
     def count(self, token_ids: Sequence[int]) -> int:
         """Returns how many of the next tokens are reasoning."""
         found = 0
@@ -87,8 +92,10 @@ class AnswerReader:
                 events.append(AnswerEnded(reason, completion.stop_reason))
             if not self._shows_reasoning:
                 events = [event for event in events if not isinstance(event, ReasoningDelta)]
-            counter = self._counters[index]
-            num_reasoning = 0 if counter is None else counter.count(completion.token_ids)
+            num_reasoning = 0
+            if (counter := self._counters[index]) is not None:
+                num_reasoning = counter.count(completion.token_ids)
+                self._counters[index] = None if counter.is_over else counter
             yield Update(index, begins, events, completion, output, num_reasoning)
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from jaxserve.request import CompletionOutput, RequestOutput
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # nearly every token of every stream has one, as `Update`
 class TextDelta:
-    """Text of the answer itself."""
+    """Text of the answer itself. It is read only."""
 
     text: str
 

@@ -82,7 +82,10 @@ class AnswerParser:
         """Reads more text; returns what is certain so far."""
         if self._reasoning is None:
             return self._read_content(text)
-        return self._read_events(self._reasoning.push(text))
+        events = self._reasoning.push(text)
+        if self._reasoning.is_done:
+            self._reasoning = None  # each of the many chunks that follow is read by one parser less
+        return self._read_events(events)
 
     def finish(self) -> list[Event]:
         """Returns what was held back, at the end of the text."""
@@ -92,6 +95,8 @@ class AnswerParser:
         return events + self._end_call()
 
     def _read_events(self, events: list[ParserEvent]) -> list[Event]:
+        if self._tools is None:
+            return [*events]
         read: list[Event] = []
         for event in events:
             read += self._read_content(event.text) if isinstance(event, TextDelta) else [event]

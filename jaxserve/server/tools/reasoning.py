@@ -97,6 +97,11 @@ class ReasoningParser:
         """Whether no reasoning can follow."""
         return self._state in ("behind", "content")
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all further text is content as it is."""
+        return self._state == "content"
+
     def push(self, text: str) -> list[ParserEvent]:
         """Reads more text; returns what is certain so far."""
         at = 0
