@@ -79,6 +79,9 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         if key in known and architecture.model_type not in ("phi3", "gpt_oss"):
             config[key] = tensor in file.tensors
     if architecture.latent:
+        if keys.get("expert_gating_func", 1) not in (1, 2):
+            message = f"must be 1 (softmax) or 2 (sigmoid), not {shorten(keys['expert_gating_func'])}"
+            raise ConfigError(message, field=f"{name}.expert_gating_func", value=keys["expert_gating_func"])
         config |= _read_latent_heads(name, config, keys)
     else:
         config |= _read_heads(name, config, keys, known)

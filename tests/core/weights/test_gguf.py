@@ -115,6 +115,19 @@ def test_latent_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         open_checkpoint(written)
 
 
+def test_experts_that_are_chosen_in_another_way_are_refused(tmp_path: Path) -> None:
+    architecture, config = read_case("deepseek_v2")
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(f"{architecture}.expert_gating_func")
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.kv_data[0][f"{architecture}.expert_gating_func"].value = 3
+
+    path = write_gguf(tmp_path / "model.gguf", architecture, config, make_tensors(config), extra=add)
+    with pytest.raises(ConfigError, match=r"expert_gating_func: must be 1 \(softmax\) or 2 \(sigmoid\), not 3"):
+        read_hf_config(path)
+
+
 def test_parts_are_one_model(tmp_path: Path) -> None:
     architecture, config = read_case("llama")
     tensors = make_tensors(config)
