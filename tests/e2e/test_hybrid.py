@@ -226,8 +226,8 @@ def test_what_such_models_cannot_have_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "field", "words"),
     [
-        ({"page_size": 256}, "page_size", r"256 tokens apart.*sizes that do: \[8, 16, 32, 64, 128\]"),
-        ({"mamba_block_size": 192}, "mamba_block_size", "192 tokens apart.*at most 128 does"),
+        ({"page_size": 256}, "page_size", "256 tokens apart.*pages that fit: 8, 16, 32, 64, 128"),
+        ({"mamba_block_size": 192}, "mamba_block_size", "192 tokens apart.*at most 128 fits"),
         ({"mamba_block_size": 96}, "mamba_block_size", "sizes that work: 64, 128 or 192"),
         ({"mamba_cache_mode": "none", "enable_prefix_caching": True}, "enable_prefix_caching", "keeps none"),
         ({"mamba_cache_mode": "all"}, "mamba_cache_mode", "align"),

@@ -63,23 +63,22 @@ def _settle_snapshots(config: EngineConfig, model: DecoderConfig, given: CacheOp
         sizes = f"{least}, {2 * least} or {3 * least}"
         message = f"must be a multiple of {least}, of pages and of the tiles of states; sizes that work: {sizes}"
         raise ConfigError(message, field="mamba_block_size", value=block)
-    reason = None
+    fields = ["mamba_block_size", "enable_prefix_caching"]  # those that ask for what cannot be, the first is named
     if cache.mamba_cache_mode == "none":
         reason = "a cached prefix needs a snapshot of the recurrent state, and mamba_cache_mode='none' keeps none"
-    elif edge > longest:
-        reason = f"snapshots of the recurrent state lie {edge} tokens apart, and max_model_len={longest}"
-    elif block > longest:
-        field = "page_size" if cache.mamba_block_size is None else "mamba_block_size"
-        fits = [size for size in _PAGE_SIZES if math.lcm(size, edge) <= longest]
-        sizes = f"sizes that do: {fits}" if field == "page_size" else f"at most {longest // least * least} does"
-        reason = f"puts snapshots of the recurrent state {block} tokens apart, and max_model_len={longest}; {sizes}"
-        if getattr(given, field) is not None:
-            raise ConfigError(reason, field=field, value=block)
-        reason = f"{field}={cache.page_size} {reason}"
-    if reason is None:
+    elif block >= longest:  # a hit leaves a token to compute
+        reason = f"snapshots of the recurrent state lie {block} tokens apart, not closer than max_model_len={longest}"
+        if edge < longest <= least:
+            fields.insert(0, "page_size")
+            fits = [size for size in _PAGE_SIZES if math.lcm(size, edge) < longest]
+            reason += f", by page_size={cache.page_size}; sizes of pages that fit: {', '.join(map(str, fits))}"
+        elif least < longest:
+            reason += f"; a mamba_block_size of at most {(longest - 1) // least * least} fits"
+    else:
         return config
-    if given.enable_prefix_caching:
-        raise ConfigError(reason, field="enable_prefix_caching", value=True)
+    for field in fields:
+        if value := getattr(given, field):
+            raise ConfigError(reason, field=field, value=value)
     _log.info("prefix caching is off: %s", reason)
     return replace(config, cache=replace(cache, enable_prefix_caching=False))
 
