@@ -39,7 +39,7 @@ class SequenceStates:
     start: int | None = None  # the slot of the attached prefix, from which the sequence goes on
     junction: int = 0  # tokens of a prefix whose pages are cached further than any snapshot reaches; 0: none
     num_lost_tokens: int = 0  # of that prefix, behind the snapshot
-    rolling: bytes | None = None  # the key of the last published one that the next replaces
+    rolling: tuple[bytes, int] | None = None  # key and slot of the last published one, which the next replaces
     pending: list[Pending] = field(default_factory=list)
 
 
@@ -102,15 +102,17 @@ class Snapshots:
             pending = states.pending.pop(0)
             key = keys[pending.num_tokens // page_size - 1]
             self._pending.remove(pending.slot)
-            if pending.rolls and states.rolling in self._cached:
-                self._forget(states.rolling)
+            if pending.rolls and states.rolling is not None:
+                last, slot = states.rolling
+                if self._cached.get(last) == slot:  # else it gave way, and another sequence may have cached its own
+                    self._forget(last)
             is_new = key not in self._cached
             if is_new:
                 self._cached[key], self._keys[pending.slot] = pending.slot, key
             else:
                 self._free.append(pending.slot)
             if pending.rolls:
-                states.rolling = key if is_new else None
+                states.rolling = (key, pending.slot) if is_new else None
 
     def release(self, states: SequenceStates) -> None:
         """Frees what is pending, as its sequence ends or gives up its row."""

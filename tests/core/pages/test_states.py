@@ -161,6 +161,22 @@ def test_rolling_snapshots_replace_each_other_and_no_others() -> None:
     assert [find(manager, text[:length]) for length in (30, 40, 60, 70)] == [16, 16, 16, 64]
 
 
+def test_a_rolling_snapshot_does_not_replace_one_that_another_text_has_under_its_key() -> None:
+    manager, text = make_manager(2), list(range(90))
+    pages = compute(manager, text, 16, rolls=True)
+    for mark in (101, 102):  # which evict it
+        compute(manager, [mark] * 20, 16)
+    again = manager.new_sequence("")
+    assert manager.attach_prefix(again, text) == 0
+    assert manager.reserve(again, 0, 90) is not None
+    manager.snapshots.save(again.states, 16, rolls=False)
+    manager.publish(again, text, 16)
+    assert find(manager, text[:30]) == 16
+    manager.snapshots.save(pages.states, 32, rolls=True)
+    manager.publish(pages, text, 32)
+    assert [find(manager, text[:length]) for length in (30, 40)] == [16, 32]
+
+
 def test_what_is_not_committed_is_found_by_nobody_and_freed_with_its_sequence() -> None:
     manager, text = make_manager(1), list(range(40))
     pages = manager.new_sequence("")
