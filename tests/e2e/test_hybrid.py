@@ -76,16 +76,20 @@ def test_siblings_go_on_from_one_snapshot(llm: LLM) -> None:
     assert llm.ready.runner.counts.useful_tokens - computed <= length + 2 * (length - 64) + 3 * 20
 
 
-def test_a_row_that_goes_on_from_a_snapshot_has_the_bits_of_the_whole_text(llm: LLM) -> None:
-    """Both texts are cut at the multiples of 64; what is computed behind a hit is what was computed without one."""
-    prompt = np.random.default_rng(5).integers(3, 83, 150).tolist()
+@pytest.mark.parametrize(("case", "length", "hit"), [(CASE, 150, 128), ("lfm2", 110, 96)])
+def test_a_row_that_goes_on_from_a_snapshot_has_the_bits_of_the_whole_text(
+    case: str, length: int, hit: int, engines: Engines
+) -> None:
+    """Both texts are cut at a multiple of 64, or 32; what is computed behind a hit is what was computed without one."""
+    llm = engines.get(make_llm, case)
+    prompt = np.random.default_rng(5).integers(3, 83, length).tolist()
     found = []
-    for cached in (0, 128):
+    for cached in (0, hit):
         with LogitsRecorder(llm) as recorder:
             (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy(1), use_tqdm=False)
         assert output.num_cached_tokens == cached
         row = jax.tree.map(lambda pool: np.asarray(pool[:, 0]), llm.ready.runner.device.cache[-1])
-        found.append((output.outputs[0].token_ids, recorder.logits[tuple(prompt), 149], row))
+        found.append((output.outputs[0].token_ids, recorder.logits[tuple(prompt), length - 1], row))
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 

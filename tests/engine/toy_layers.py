@@ -42,7 +42,8 @@ class Recurrence:
 
     @property
     def memory(self) -> LayerMemory:
-        return RecurrentState((StateArray("sum", (HIDDEN,), "float32", (None,)), StateArray("count", (), "int32", ())))
+        arrays = StateArray("sum", (HIDDEN,), "float32", (None,)), StateArray("count", (), "int32", ())
+        return RecurrentState(arrays, edge=64)
 
 
 @dataclass(frozen=True)

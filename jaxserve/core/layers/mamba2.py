@@ -19,6 +19,7 @@ from jaxserve.core.layers.convolution import convolve_heads
 from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.memory import RecurrentState, StateArray
 from jaxserve.core.layers.norm import NormConfig
+from jaxserve.core.layers.ragged import TILE
 from jaxserve.core.layers.state_space import GroupSizes, SpaceInputs, apply_space
 from jaxserve.core.sharding import TENSOR_AXIS, Axes
 from pallas_kernels.spec import BatchMeta
@@ -76,7 +77,8 @@ class Mamba2Config:
         shape = (self.num_groups, (self.conv_size - 1) * self.group_channels)
         inputs = StateArray(_INPUTS, shape, None, ("groups", None))
         shape = (self.num_heads, self.head_dim, self.state_size)
-        return RecurrentState((inputs, StateArray(_STATE, shape, self.state_dtype, ("heads", None, None))))
+        state = StateArray(_STATE, shape, self.state_dtype, ("heads", None, None))
+        return RecurrentState((inputs, state), edge=TILE)
 
     @property
     def num_activations(self) -> int:

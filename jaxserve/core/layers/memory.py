@@ -45,7 +45,7 @@ class RecurrentState:
     """
 
     arrays: tuple[StateArray, ...]
-    edge: int = 64
+    edge: int
 
     def with_dtype(self, dtype: str) -> RecurrentState:
         """Returns the state of a model of this dtype."""

@@ -46,7 +46,7 @@ class ShortConvConfig:
     def memory(self) -> RecurrentState:
         """Each channel's last inputs of the convolution, in the model's dtype."""
         shape = (self.conv_size - 1, self.num_channels)
-        return RecurrentState((StateArray(_INPUTS, shape, None, (None, "channels")),))
+        return RecurrentState((StateArray(_INPUTS, shape, None, (None, "channels")),), edge=1)
 
     @property
     def num_activations(self) -> int:

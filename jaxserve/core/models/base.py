@@ -217,11 +217,6 @@ class DecoderConfig:
         return tuple(Counter(memory for memory in self.memories if isinstance(memory, RecurrentState)).items())
 
     @property
-    def state_edge(self) -> int:
-        """Tokens; a text that is cut at multiples of them leaves every recurrent state the bits of the whole."""
-        return math.lcm(*(state.edge for state, _ in self.states))
-
-    @property
     def causal(self) -> bool:
         """Whether tokens see only those before them."""
         return all(kind.mixer.causal for kind in self.layers)

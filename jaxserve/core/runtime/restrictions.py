@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from jaxserve.config import CacheOptions, EngineConfig
 from jaxserve.core.models.base import DecoderConfig
+from jaxserve.core.pages.manager import CHUNK_EDGE
 from jaxserve.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -40,18 +41,23 @@ def restrict_options(config: EngineConfig, model: DecoderConfig, platform: str) 
     return resolved
 
 
+def find_state_edge(model: DecoderConfig) -> int:
+    """Returns the tokens at whose multiples a cut leaves recurrent states, and attention, the bits of the whole."""
+    return math.lcm(CHUNK_EDGE, *(state.edge for state, _ in model.states))
+
+
 def find_snapshot_grid(config: EngineConfig, model: DecoderConfig) -> int:
     """Returns the tokens between snapshots of recurrent states, by resolved options; 0: none are taken."""
     cache = config.cache
     if not model.states or not cache.enable_prefix_caching:
         return 0
     assert cache.page_size is not None
-    return cache.mamba_block_size or math.lcm(cache.page_size, model.state_edge)
+    return cache.mamba_block_size or math.lcm(cache.page_size, find_state_edge(model))
 
 
 def _settle_snapshots(config: EngineConfig, model: DecoderConfig, given: CacheOptions) -> EngineConfig:
     """Returns resolved options, without a prefix cache if it has no snapshots; ConfigError if `given` asks for one."""
-    cache, edge, longest = config.cache, model.state_edge, model.max_model_len
+    cache, edge, longest = config.cache, find_state_edge(model), model.max_model_len
     if cache.mamba_block_size is not None and (not cache.enable_prefix_caching or cache.mamba_cache_mode == "none"):
         message = "is the distance of snapshots, and without a prefix cache there are none; leave it out"
         raise ConfigError(message, field="mamba_block_size", value=cache.mamba_block_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -15,7 +14,7 @@ from jaxserve.core.runtime.buckets import BucketTable, choose_verify_sizes, make
 from jaxserve.core.runtime.experts import ExpertChoice, choose_experts
 from jaxserve.core.runtime.inputs import StateShape
 from jaxserve.core.runtime.products import choose_products
-from jaxserve.core.runtime.restrictions import find_snapshot_grid, restrict_options
+from jaxserve.core.runtime.restrictions import find_snapshot_grid, find_state_edge, restrict_options
 from jaxserve.core.runtime.rows import SampleVariant, list_variants
 from jaxserve.core.sampling.drafts import count_reach
 from jaxserve.errors import ConfigError
@@ -66,7 +65,7 @@ class Sizes:
     @property
     def chunk_edges(self) -> tuple[int, ...]:
         """See `SchedulerLimits`."""
-        return tuple(dict.fromkeys((math.lcm(CHUNK_EDGE, self.model.state_edge), CHUNK_EDGE)))
+        return tuple(dict.fromkeys((find_state_edge(self.model), CHUNK_EDGE)))
 
     @property
     def snapshot_grid(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.models.base import DecoderConfig
-from jaxserve.core.runtime.restrictions import restrict_options
+from jaxserve.core.runtime.restrictions import find_snapshot_grid, restrict_options
 from jaxserve.errors import ConfigError
 from jaxserve.families.registry import parse_config
 from tests.e2e.helpers import load_case
@@ -23,6 +23,16 @@ def is_on(longest: int, **options: Any) -> bool | None:
     """Whether prefixes are cached."""
     model = make_model(longest)
     return restrict_options(EngineConfig.from_options(**options), model, "cpu").cache.enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("case", "page_size", "grid"), [("qwen3_next", 8, 64), ("granite_hybrid", 8, 64), ("lfm2", 8, 32), ("lfm2", 64, 64)]
+)
+def test_snapshots_lie_where_a_cut_leaves_the_bits(case: str, page_size: int, grid: int) -> None:
+    """A rule has tiles of 64 tokens; a convolution has the same bits wherever chunks end."""
+    model = make_model(160, case)
+    config = restrict_options(EngineConfig.from_options(page_size=page_size), model, "cpu")
+    assert find_snapshot_grid(config, model) == grid
 
 
 @pytest.mark.parametrize(("options", "apart"), [({}, 64), ({"page_size": 32}, 64), ({"mamba_block_size": 128}, 128)])
