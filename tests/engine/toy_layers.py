@@ -21,7 +21,7 @@ from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.memory import LayerMemory, Nothing, RecurrentState, StateArray
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.norm import normalize
-from jaxserve.core.layers.recurrent import read_state, write_state
+from jaxserve.core.layers.recurrent import read_slots, write_slots
 from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Family, LayerKind, Leaves, Stream, Table
 from jaxserve.core.models.common import DECODER_KEYS, build_config
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig
@@ -124,8 +124,11 @@ def _recur(inner: Stream, ctx: LayerContext) -> tuple[Stream, dict[str, jax.Arra
         count = state["count"].at[row].add(is_token)
         return {"sum": state["sum"].at[row].set(total), "count": count}, total
 
-    state, out = lax.scan(take, read_state(ctx), (ctx.batch.token_rows, inner, _find_tokens(ctx)))
-    return out, write_state(ctx, state)
+    slots = ctx.slots
+    assert slots is not None
+    before = {name: read_slots(pool, ctx.offset, slots.read) for name, pool in ctx.pool.items()}
+    state, out = lax.scan(take, before, (ctx.batch.token_rows, inner, _find_tokens(ctx)))
+    return out, {name: write_slots(pool, ctx.offset, slots.write, state[name]) for name, pool in ctx.pool.items()}
 
 
 TOY = Family("toy", "ToyForCausalLM", DECODER_KEYS | {"kinds": REQUIRED}, _parse, _apply, _list_params)

@@ -6,14 +6,12 @@ row has no slot: it reads zeros, too, and what it writes is dropped. Snapshots h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxserve.core.layers.context import LayerContext, StateSlots
+from jaxserve.core.layers.context import StateSlots
 
 
 def choose_slots(
@@ -23,20 +21,6 @@ def choose_slots(
     nowhere = jnp.iinfo(jnp.int32).max
     own = jnp.where(row_ids == padding_row, nowhere, row_ids)
     return StateSlots(read=jnp.where(seq_lens > query_lens, own, nowhere), write=own)
-
-
-def read_state(ctx: LayerContext) -> dict[str, jax.Array]:
-    """Returns the state of each row [S, ...] before the step, by name."""
-    assert ctx.slots is not None
-    slots = ctx.slots.read
-    return {name: read_slots(pool, ctx.offset, slots) for name, pool in ctx.pool.items()}
-
-
-def write_state(ctx: LayerContext, state: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the pool of the layer with the state of each row [S, ...] after the step; a layer returns this pool."""
-    assert ctx.slots is not None
-    slots = ctx.slots.write
-    return {name: write_slots(pool, ctx.offset, slots, state[name]) for name, pool in ctx.pool.items()}
 
 
 def read_slots(pool: jax.Array, offset: int, slots: Int[Array, " n"]) -> jax.Array:
