@@ -317,25 +317,27 @@ class FakeDevice:
     def sample_run(self, row: int, length: int) -> tuple[list[int], list[tuple[float, float]]]:
         """Samples up to `length` tokens one after the other, and how likely each and its neighbour are.
 
-        Whatever is planned, the row's next step has a slot for its last token: so far does the run go at most.
+        Whatever is planned, the row's next step has a slot for its last token: so far does the run go at most. With
+        recurrent states it is of the planned length, as that of a loop: ids behind the row's last token mean nothing.
         """
         ids, lines = [], []
         while True:
             token = self._sample(row)
             ids.append(token)
             lines.append((-float(token % 89) - self._num_computed[row] / 256, -float(token % 83)))
-            next_slots = self._num_computed[row], self._num_computed[row] + 1
-            if (
-                token < 0
-                or len(ids) == length
-                or not all(
-                    position // self.page_size in self._tables[group, row]
-                    for position in next_slots
-                    for group in range(len(self.groups))
-                )
-            ):
+            position = self._num_computed[row]
+            if token < 0 or len(ids) == length:
+                return ids, lines
+            if self.keeps_states:
+                if position == self._most[row] - 1:
+                    missing = length - len(ids)
+                    return ids + [0] * missing, lines + [(0.0, 0.0)] * missing
+            elif not (self._has_slot(row, position) and self._has_slot(row, position + 1)):
                 return ids, lines
             self._write(row, (token,))
+
+    def _has_slot(self, row: int, position: int) -> bool:
+        return all(position // self.page_size in self._tables[group, row] for group in range(len(self.groups)))
 
     def verify(self, row: int, most: int) -> tuple[list[int], list[tuple[float, float]]]:
         """Samples up to `most` tokens, as long as they are the row's drafts, and one more."""

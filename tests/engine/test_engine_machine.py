@@ -133,7 +133,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.device = FakeDevice(groups, page_size=page_size, vocab_size=VOCAB)
         self.device.keeps_states = snapshots is not None
         lengths = random.Random(longest_run)
-        self.device.draw_length = lambda width: lengths.randint(1, longest_run)
+        if snapshots is None:  # else runs have the planned length
+            self.device.draw_length = lambda width: lengths.randint(1, longest_run)
         if drafts is not None:
             self.device.drafter = make_drafter(kind)
             self.device.max_drafts, self.device.drafts_always = most, not costs

@@ -111,8 +111,6 @@ class Committer:
             if is_run and num_computed + count < sequence.max_num_tokens and sequence.stop_ids.isdisjoint(run):
                 sequence.num_computed_tokens += count - width
                 num_computed += count - 1
-                if count < width:  # what was planned behind these tokens is the state behind others
-                    self._pages.snapshots.release(sequence.pages.states)
             elif is_run or run[0] in sequence.stop_ids or num_computed + 1 >= sequence.max_num_tokens:
                 if run[0] != MASK_LATE:  # else the planned tokens were taken back when the mask was late
                     sequence.num_computed_tokens += count - (run[-1] == MASK_LATE) - width
