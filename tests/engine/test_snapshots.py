@@ -86,17 +86,27 @@ def test_the_second_meets_the_junction_and_only_its_chunks_end_there() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("steps", [1, 7, 8])
 def test_the_next_turn_of_a_conversation_computes_no_more_than_a_cell_twice(overlap: bool, steps: int) -> None:
-    """`steps` divides the grid: a loop of steps that does not ends seldom where a snapshot lies."""
-    for first in range(60, 70):
+    for first, length in ((60, 41), (63, 500), (64, 110), (65, 500), (69, 130)):
         engine, device = make_engine(overlap=overlap, max_decode_steps=steps)
         text = make_text(first, 3)
-        for turn in range(5):
-            answer = run(engine, [greedy(f"t{turn}", text, 41 + 9 * turn)])[f"t{turn}"]
-            assert len(text) - answer.num_cached_tokens <= (20 if turn else first) + (GRID if steps == 1 else 2 * GRID)
+        for turn in range(4):
+            answer = run(engine, [greedy(f"t{turn}", text, length + 9 * turn)])[f"t{turn}"]
+            assert len(text) - answer.num_cached_tokens <= (20 if turn else first) + GRID
             text = [*text, *answer.outputs[0].token_ids, *make_text(20, turn)]
         assert len(device.snapshots) <= 40
+
+
+def test_rows_that_are_not_aligned_with_each_other_keep_their_snapshots_and_most_loops() -> None:
+    engine, device = make_engine(max_decode_steps=8)
+    texts = [make_text(length, length) for length in (61, 70, 75, 85)]
+    done = run(engine, [greedy(str(index), text, 400) for index, text in enumerate(texts)])
+    assert sum(plan.width == 8 for plan in device.plans) * 8 > 200, "less than half of the answers comes in loops"
+    for index, text in enumerate(texts):
+        text += [*done[str(index)].outputs[0].token_ids, 5]
+        found = run(engine, [greedy("again", text, 2)])["again"].num_cached_tokens
+        assert len(text) - found <= GRID + 1
 
 
 def test_a_preempted_row_goes_on_from_its_last_snapshot() -> None:

@@ -187,14 +187,26 @@ def choose_width(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue) -
     """Returns how many tokens each decoding row computes in the next step.
 
     Several, if `max_decode_steps` says so, while few rows decode, no prompt is computed or waits, nothing limits the
-    time of a step, and no row needs the host after each token.
+    time of a step, and no row needs the host after each token or would miss a snapshot of its state.
     """
     width, num_rows = limits.options.max_decode_steps, len(batch.decoding)
     if width == 1 or waiting or batch.prefilling or num_rows > limits.loop_rows:
         return 1
     if num_rows * width > limits.max_num_batched_tokens or find_step_limit(limits, batch) is not None:
         return 1
-    return 1 if any(sequence.needs_each_step for sequence in batch.decoding) else width
+    if any(sequence.needs_each_step or _jumps_over_point(limits, sequence, width) for sequence in batch.decoding):
+        return 1
+    return width
+
+
+def _jumps_over_point(limits: SchedulerLimits, sequence: Sequence, width: int) -> bool:
+    """Returns whether `width` tokens of an answer end behind the last point where a snapshot of its state is wanted."""
+    if not limits.snapshot_grid or not sequence.pages.is_cached:
+        return False
+    start, most = sequence.num_computed_tokens, min(sequence.max_num_tokens - 1, sequence.pages.num_sharable)
+    end = start + width
+    point = end // limits.snapshot_grid * limits.snapshot_grid
+    return start < point < end and point <= most
 
 
 def may_admit(limits: SchedulerLimits, batch: Batch, sequence: Sequence, times: StepTimes) -> bool:
