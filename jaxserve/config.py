@@ -60,7 +60,9 @@ class CacheOptions:
     device_memory_utilization: float = option(
         0.9, "share of a device's memory that the engine may use", "gpu_memory_utilization"
     )
-    kv_cache_memory_bytes: int | None = option(None, "bytes of KV pools per device, in place of the memory plan's")
+    kv_cache_memory_bytes: int | None = option(
+        None, "bytes of KV pools per device, with snapshots of recurrent states, in place of the memory plan's"
+    )
     kv_offloading_size: float | None = option(
         None, "GiB of host memory, for all devices together, that keeps KV pages evicted from them; default: none"
     )

@@ -327,11 +327,12 @@ def _make_runner(
 def _find_budget(shapes: Shapes, mesh: Mesh, stored: StoredPrograms | None) -> int:
     """Returns the bytes per device for KV pools, by what the compiled programs take.
 
-    Where the pools' size is given, nothing is measured and it is 0, unless snapshots of recurrent states take what is
-    left; with stored programs it is what the pools must fit.
+    Where the pools' size is given, nothing is measured and it is 0; where their pages are, too, unless snapshots of
+    recurrent states take what is left. With stored programs it is what the pools must fit.
     """
     limit, use, cache = device_memory_bytes(mesh.local_devices[0]), None, shapes.config.cache
-    if stored is None and cache.fixes_pages and not shapes.snapshot_grid:
+    is_fixed = cache.kv_cache_memory_bytes is not None or (cache.fixes_pages and not shapes.snapshot_grid)
+    if stored is None and is_fixed:
         return 0
     if limit is not None:
         use = measure_use(shapes, mesh) if stored is None else stored.use

@@ -71,14 +71,24 @@ def test_programs_are_measured_in_threads_that_see_the_devices() -> None:
     assert all(name.startswith("compile") for name in names) and len(set(names)) == 2
 
 
-@pytest.mark.parametrize("given", [{"num_kv_pages_override": 30}, {"kv_cache_memory_bytes": 8 * 2**20}])
-def test_nothing_is_measured_for_pools_of_a_given_size(given: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "given"),
+    [
+        ("llama_gqa", {"num_kv_pages_override": 30}),
+        ("llama_gqa", {"kv_cache_memory_bytes": 8 * 2**20}),
+        ("qwen3_next", {"kv_cache_memory_bytes": 8 * 2**20}),
+    ],
+)
+def test_nothing_is_measured_for_pools_of_a_given_size(
+    case: str, given: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(startup, "measure_use", None)
     monkeypatch.setattr(startup, "device_memory_bytes", lambda device: 2**30)
-    shapes = dataclasses.replace(make_small_shapes("llama_gqa", **given), platform="gpu")
+    shapes = dataclasses.replace(make_small_shapes(case, **given), platform="gpu")
     budget = startup._find_budget(shapes, make_mesh(1), None)
     plan = startup.plan_pools(shapes, budget=budget)
     assert plan.num_pages == (30,) if "num_kv_pages_override" in given else 0 < plan.bytes_per_device <= 8 * 2**20
+    assert (plan.num_snapshots > 0) == (case == "qwen3_next")
 
 
 @pytest.mark.slow
