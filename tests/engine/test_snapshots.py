@@ -109,6 +109,15 @@ def test_rows_that_are_not_aligned_with_each_other_keep_their_snapshots_and_most
         assert len(text) - found <= GRID + 1
 
 
+@pytest.mark.parametrize("limit", ["max_num_partial_prefills", "max_long_partial_prefills"])
+def test_a_prompt_that_is_cut_for_its_snapshot_is_computed_in_parts(limit: str) -> None:
+    """And longer than its first part: both limits count it."""
+    engine, device = make_engine(long_prefill_token_threshold=64, **{limit: 1})
+    run(engine, [greedy(str(mark), make_text(100, mark), 3) for mark in range(4)])
+    assert len(find_chunks(device.plans)) == 8
+    assert max(sum(not chunk.is_last for chunk in plan.chunks) for plan in device.plans) == 1
+
+
 def test_a_preempted_row_goes_on_from_its_last_snapshot() -> None:
     engine, device = make_engine(num_pages=32, rows=2)
     run(engine, [greedy("old", make_text(150, 1), 110), greedy("young", make_text(150, 2), 200)])

@@ -186,7 +186,7 @@ class Planner:
 
     def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence) -> None:
         start = sequence.num_computed_tokens
-        length = choose_share(self.limits, builder, start, count_work(self.limits, sequence, start))
+        length = choose_share(self.limits, builder, sequence)
         end = start + length
         if length and self._reserve(builder, sequence, self._count_chunk(sequence, end)):
             self._add_chunk(builder, sequence, start, end)
@@ -201,7 +201,7 @@ class Planner:
             chunk, done = builder.chunks.get(sequence.row), sequence.num_computed_tokens
             start = done if chunk is None else chunk.start
             left = count_work(self.limits, sequence, start) - (done - start)
-            if chunk is None and not choose_share(self.limits, builder, done, left):
+            if chunk is None and not choose_share(self.limits, builder, sequence):
                 continue
             end = done + choose_chunk(self.limits, done, left, builder.budget, builder.kind.lengths)
             if end == done or end - start not in builder.kind.lengths:

@@ -219,14 +219,16 @@ def may_admit(limits: SchedulerLimits, batch: Batch, sequence: Sequence, times: 
     return max(least, times.estimate_decode(len(batch) + 1, has_adapters=has_adapters)) <= step_limit
 
 
-def choose_share(limits: SchedulerLimits, builder: PlanBuilder, start: int, work: int) -> int:
-    """Returns how many of the `work` tokens of a prompt to compute before others had their share; 0: none now."""
+def choose_share(limits: SchedulerLimits, builder: PlanBuilder, sequence: Sequence) -> int:
+    """Returns how many of a prompt's next tokens to compute before others had their share; 0: none now."""
+    start = sequence.num_computed_tokens
+    work, left = count_work(limits, sequence, start), len(sequence.token_ids) - start  # of one chunk, and of all
     options, most = limits.options, limits.long_prefill_tokens
     most_long, most_partial = options.max_long_partial_prefills, options.max_num_partial_prefills
-    if most_long is not None and work > most and builder.count_partial(most) >= most_long:
+    if most_long is not None and left > most and builder.count_partial(most) >= most_long:
         return 0
     length = choose_chunk(limits, start, work, min(builder.budget, most), builder.kind.lengths)
-    if most_partial is not None and length < work and builder.count_partial() >= most_partial:
+    if most_partial is not None and length < left and builder.count_partial() >= most_partial:
         return 0
     return length
 
