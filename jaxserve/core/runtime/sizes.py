@@ -46,6 +46,7 @@ class Sizes:
     fell_back: bool = False  # to portable attention on an accelerator, without being asked
     processor: LogitsProcessor | None = None
     experts: ExpertChoice | None = None
+    must_cache_prefixes: bool = False  # enable_prefix_caching was given, not chosen
 
     @property
     def attention(self) -> tuple[AttnShape, ...]:
@@ -143,7 +144,7 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
     Raises:
         ConfigError: the options do not fit together or the attention implementation cannot run here.
     """
-    platform = name_platform(platform)
+    platform, must_cache = name_platform(platform), bool(config.cache.enable_prefix_caching)
     config = restrict_options(config, model, platform)
     scheduler, page_size = config.scheduler, config.cache.page_size
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens and page_size
@@ -186,6 +187,7 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
         reason,
         fell_back,
         experts=experts,
+        must_cache_prefixes=must_cache,
     )
 
 

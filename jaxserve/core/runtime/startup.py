@@ -267,7 +267,8 @@ def start_runner(
         stored: has the programs, and the pages that they are for; none is compiled then.
 
     Raises:
-        CapacityError: the device cannot hold one sequence of `max_model_len` tokens, or a feature has no room.
+        CapacityError: the device cannot hold one sequence of `max_model_len` tokens, or beside it a snapshot where a
+            prefix cache is asked for, or a feature has no room.
         ConfigError: a feature cannot help.
     """
     is_replay = num_pages is not None  # which need not be fast
@@ -277,6 +278,12 @@ def start_runner(
     plan = plan_pools(shapes, budget=budget, num_pages=num_pages, num_snapshots=num_snapshots)
     if stored is not None:
         _require_budget(plan, budget)
+    if num_pages is None and shapes.must_cache_prefixes and not caches_prefixes(shapes, plan):
+        message = (
+            f"needs snapshots of recurrent states, {format_bytes(plan.snapshot_bytes)} each, and none fits beside a "
+            f"sequence of max_model_len={shapes.model.max_model_len}; lower that or max_num_seqs, or leave it out"
+        )
+        raise CapacityError(message, field="enable_prefix_caching", value=True)
     compiler = make_compiler(shapes, plan, mesh)
     buckets = shapes.buckets.take_largest() if only_largest and stored is None else shapes.buckets
     is_closed = shapes.config.compile.compile != "used" or stored is not None

@@ -21,6 +21,7 @@ from jaxserve.core.runtime.startup import measure_use, start_runner
 from jaxserve.core.scheduler import ChunkWork, NewRow, StepPlan
 from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
 from jaxserve.core.weights import check_update, make_dummy_params
+from jaxserve.errors import CapacityError
 from jaxserve.families.registry import param_specs, parse_config
 from jaxserve.features.choose import make_shapes
 from jaxserve.sampling_params import SamplingParams
@@ -89,6 +90,15 @@ def test_nothing_is_measured_for_pools_of_a_given_size(
     plan = startup.plan_pools(shapes, budget=budget)
     assert plan.num_pages == (30,) if "num_kv_pages_override" in given else 0 < plan.bytes_per_device <= 8 * 2**20
     assert (plan.num_snapshots > 0) == (case == "qwen3_next")
+
+
+def test_a_prefix_cache_that_was_asked_for_has_room_for_a_snapshot() -> None:
+    shapes = make_small_shapes("qwen3_next")
+    least = startup.plan_pools(shapes, budget=0, num_pages=(160 // shapes.page_size + 1,), num_snapshots=0)
+    options = {"kv_cache_memory_bytes": least.bytes_per_device}
+    assert not startup.caches_prefixes(shapes, startup.plan_pools(make_small_shapes("qwen3_next", **options), budget=0))
+    with pytest.raises(CapacityError, match=r"^enable_prefix_caching: needs snapshots.*max_model_len=160;"):
+        start_runner(make_small_shapes("qwen3_next", enable_prefix_caching=True, **options), make_mesh(1), {})
 
 
 @pytest.mark.slow
