@@ -54,12 +54,13 @@ def test_hung_templates_keep_nobody_else_waiting(server: RunningServer, hung: li
     hung += [threading.Thread(target=lambda: found.append(ask(server, LOOPS))) for _ in range(8)]
     for thread in hung:
         thread.start()
+    rounds = 0
     while any(thread.is_alive() for thread in hung):
-        start = time.monotonic()
         assert probe(server) == text
         assert ask(server).json()["choices"] == answer
-        assert time.monotonic() - start < SOON
+        rounds += any(thread.is_alive() for thread in hung)
         time.sleep(0.1)
+    assert rounds, "the others were answered behind those that hang"
     assert {response.status_code for response in found} == {400}
     assert {response.json()["error"]["code"] for response in found} == {"preparation_timeout"}
     wait_until(lambda: ask(server, "{{ messages[0].content }}").status_code == 200)
