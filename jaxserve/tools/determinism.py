@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from jaxserve.core.pages.manager import CHUNK_EDGE
 from jaxserve.engine.build import ReadyEngine
 from jaxserve.request import Request, RequestOutput, TokenLogprobs
 from jaxserve.sampling_params import OutputKind, SamplingParams
@@ -122,7 +121,8 @@ def _find_sizes(ready: ReadyEngine) -> _Sizes:
 def _make_probes(ready: ReadyEngine, sizes: _Sizes, random: Random) -> list[Probe]:
     """Returns requests of every kind that a program of its own computes."""
     requests, logprobs = ready.requests, sizes.num_logprobs
-    budget = ready.engine.scheduler.limits.max_num_batched_tokens
+    limits = ready.engine.scheduler.limits
+    budget, edge = limits.max_num_batched_tokens, limits.chunk_edges[0]
 
     def make(name: str, length: int, **params: object) -> Probe:
         prompt = _draw_ids(random, sizes, length)
@@ -131,20 +131,18 @@ def _make_probes(ready: ReadyEngine, sizes: _Sizes, random: Random) -> list[Prob
         return Probe(name, prompt, lambda: requests.make(prompt, chosen))
 
     probes = [
-        make("greedy, in chunks", budget + CHUNK_EDGE // 2, temperature=0),
-        make("n = 4, one token past the grid", 2 * CHUNK_EDGE + 1, n=4, top_p=0.9),
-        make("penalties", 3 * CHUNK_EDGE, presence_penalty=0.5, repetition_penalty=1.2, top_k=50),
-        make("log-probabilities of the prompt", 2 * CHUNK_EDGE - 3, prompt_logprobs=logprobs),
+        make("greedy, in chunks", budget + edge // 2, temperature=0),
+        make("n = 4, one token past the grid", 2 * edge + 1, n=4, top_p=0.9),
+        make("penalties", 3 * edge, presence_penalty=0.5, repetition_penalty=1.2, top_k=50),
+        make("log-probabilities of the prompt", 2 * edge - 3, prompt_logprobs=logprobs),
     ]
-    embedded = _draw_ids(random, sizes, 2 * CHUNK_EDGE + 5)
+    embedded = _draw_ids(random, sizes, 2 * edge + 5)
     probes.append(Probe("embedding", embedded, lambda: requests.make_embedding(embedded)))
     if ready.tokenizer is not None:
         options = {"ignore_eos": False, "n": 2}
-        probes.append(make("JSON", CHUNK_EDGE, structured_outputs=StructuredOutputsParams(json=_SCHEMA), **options))
+        probes.append(make("JSON", edge, structured_outputs=StructuredOutputsParams(json=_SCHEMA), **options))
         forced = StructuredOutputsParams(regex=_FORCED)
-        probes.append(
-            make("text forced by a grammar", CHUNK_EDGE + 3, structured_outputs=forced, logprobs=None, **options)
-        )
+        probes.append(make("text forced by a grammar", edge + 3, structured_outputs=forced, logprobs=None, **options))
     return probes
 
 

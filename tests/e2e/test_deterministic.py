@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jaxserve import LLM
@@ -22,15 +24,29 @@ def list_differences(comparisons: list[Comparison]) -> list[str]:
     return [difference for comparison in comparisons for difference in comparison.differences]
 
 
-BFLOAT16 = pytest.param("llama_bf16", "bfloat16", marks=[pytest.mark.slow, pytest.mark.thorough])
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+SHORT_STATES = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "bfloat16"}
+MORE = ("qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "granite_hybrid", "nemotron_h", "olmo_hybrid")
 
 
-@pytest.mark.parametrize(("case", "dtype"), [("mistral_window", "float32"), BFLOAT16])
-def test_a_dozen_neighbourhoods(case: str, dtype: str) -> None:
-    llm = make_llm(case, dtype=dtype, deterministic=True)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("mistral_window", {}),
+        ("qwen3_next", {}),  # a cut at 32 tokens in place of 64 changes its bits
+        pytest.param("llama_bf16", {"dtype": "bfloat16"}, marks=THOROUGH),
+        pytest.param("qwen3_next", {"enable_prefix_caching": False}, marks=THOROUGH),
+        pytest.param("qwen3_next", SHORT_STATES, marks=THOROUGH),
+        pytest.param("granite_hybrid", SHORT_STATES, marks=THOROUGH),
+        *(pytest.param(case, {}, marks=THOROUGH) for case in MORE),
+    ],
+)
+def test_a_dozen_neighbourhoods(case: str, options: dict[str, Any]) -> None:
+    llm = make_llm(case, deterministic=True, **options)
     comparisons = compare(llm, 12)
     assert list_differences(comparisons) == []
-    assert sum(each.num_runs for each in comparisons) == 12 and sum(each.num_hits for each in comparisons)
+    assert sum(each.num_runs for each in comparisons) == 12
+    assert bool(sum(each.num_hits for each in comparisons)) == options.get("enable_prefix_caching", True)
     assert llm.ready.engine.scheduler.counts.num_preemptions == 0
     sizes = {(bucket.tokens, bucket.rows) for bucket in llm.ready.runner.counts.steps}
     assert sizes == {(4, 4), (64, 4)}, "two forward programs"

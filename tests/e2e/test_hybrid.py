@@ -218,7 +218,6 @@ def test_projections_have_few_bits_and_what_decays_is_whole(scheme: str, engines
 def test_what_such_models_cannot_have_is_refused_by_name() -> None:
     for options in (
         {"kv_offloading_size": 0.01},
-        {"deterministic": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ):
         (field,) = options

@@ -21,19 +21,32 @@ def make_engine(
     **changes: object,
 ) -> tuple[Engine, FakeDevice]:
     options: dict = {"num_pages": 40, "rows": 4, "budget": 64, "caching": True, "overlap": True, "deterministic": False}
+    options |= {"edge": 32, "num_snapshots": None}  # a number: rows have recurrent states, with so many snapshots
     options |= changes
     groups = [PageGroup(options["num_pages"])]
-    pages = PageManager(groups, page_size=32, max_chunk=options["budget"], enable_prefix_caching=options["caching"])
+    edge, num_snapshots = options["edge"], options["num_snapshots"]
+    pages = PageManager(
+        groups,
+        page_size=32,
+        max_chunk=options["budget"],
+        enable_prefix_caching=options["caching"],
+        num_snapshots=num_snapshots or 0,
+        hit_grid=edge,
+    )
     limits = SchedulerLimits(
         max_num_seqs=options["rows"],
         max_num_batched_tokens=options["budget"],
         max_model_len=512,
         max_prefix_updates=16,
+        keeps_states=num_snapshots is not None,
+        chunk_edges=(edge,),
+        snapshot_grid=edge if num_snapshots else 0,
         options=SchedulerOptions(
             max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], deterministic=options["deterministic"]
         ),
     )
     device = FakeDevice(groups, page_size=32)
+    device.keeps_states = num_snapshots is not None
     return Engine(Scheduler(limits, pages, clock), device, overlap=options["overlap"]), device
 
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.core.pages.manager import CHUNK_EDGE
 from jaxserve.core.pages.prefix import extend_keys
 from jaxserve.engine.engine import Engine
 from jaxserve.request import Request, ServiceTier
@@ -18,7 +17,7 @@ from tests.fake_device import FakeDevice, continue_alone
 _Asked = tuple[int, int, int, int, int]  # tokens that all share, further ones, answer, n, the step of arrival
 
 
-def check_kinds(device: FakeDevice) -> None:
+def check_kinds(device: FakeDevice, edge: int = 32) -> None:
     """Every token of a request was computed in the kind of step that its position asks for. Its seed is its length."""
     lengths: dict[int, int] = {}  # by row
     for plan in device.plans:
@@ -27,8 +26,8 @@ def check_kinds(device: FakeDevice) -> None:
         lengths |= {new_row.row: new_row.seed for new_row in plan.new_rows}
         for chunk in plan.chunks:
             assert is_single or len(chunk.token_ids) > 1
-            assert chunk.end % CHUNK_EDGE == 0 or chunk.end >= lengths[chunk.row] - 1
-            kinds = {is_alone(position, lengths[chunk.row]) for position in range(chunk.start, chunk.end)}
+            assert chunk.end % edge == 0 or chunk.end >= lengths[chunk.row] - 1
+            kinds = {is_alone(position, lengths[chunk.row], edge) for position in range(chunk.start, chunk.end)}
             assert kinds == {is_single}
 
 
@@ -43,9 +42,9 @@ def check_index(engine: Engine, requests: list[Request]) -> None:
     assert set(engine.scheduler.pages.pools[0]._index) <= known
 
 
-def is_alone(position: int, num_prompt: int) -> bool:
+def is_alone(position: int, num_prompt: int, edge: int) -> bool:
     """Whether a token belongs into a step of single tokens."""
-    return position >= num_prompt or position == num_prompt - 1 == position // CHUNK_EDGE * CHUNK_EDGE
+    return position >= num_prompt or position == num_prompt - 1 == position // edge * edge
 
 
 def arrive(engine: Engine, requests: list[tuple[int, Request]], strikes: set[int]) -> dict[str, list[list[int]]]:
@@ -76,13 +75,23 @@ def arrive(engine: Engine, requests: list[tuple[int, Request]], strikes: set[int
     st.sampled_from([64, 200]),
     st.sets(st.integers(1, 40), max_size=2),
     st.booleans(),
+    st.sampled_from([(32, None), (32, 8), (64, 0), (64, 2), (64, 8)]),
 )
-@example([(0, 65, 5, 1, 0), (0, 97, 5, 1, 0)], 20, 200, set(), True)
-@example([(64, 1, 5, 3, 0), (64, 33, 5, 1, 3)], 20, 64, set(), False)
+@example([(0, 65, 5, 1, 0), (0, 97, 5, 1, 0)], 20, 200, set(), True, (32, None))
+@example([(64, 1, 5, 3, 0), (64, 33, 5, 1, 3)], 20, 64, set(), False, (32, None))
+@example([(64, 1, 5, 3, 0), (64, 33, 5, 1, 3), (0, 20, 5, 1, 3), (0, 97, 5, 1, 3)], 20, 64, set(), False, (64, 8))
 def test_a_tokens_kind_of_step_depends_on_its_position_alone(
-    asked: list[_Asked], num_pages: int, budget: int, strikes: set[int], overlap: bool
+    asked: list[_Asked],
+    num_pages: int,
+    budget: int,
+    strikes: set[int],
+    overlap: bool,
+    states: tuple[int, int | None],
 ) -> None:
-    engine, device = make_engine(num_pages=num_pages, budget=budget, overlap=overlap, deterministic=True)
+    """States have an edge and a number of snapshots; None: the model has no states."""
+    edge, num_snapshots = states
+    options = {"edge": edge, "num_snapshots": num_snapshots, "caching": num_snapshots != 0}
+    engine, device = make_engine(num_pages=num_pages, budget=budget, overlap=overlap, deterministic=True, **options)
     device.wants_edges = not strikes
     requests = []
     for index, (shared, own, answer, n, step) in enumerate(asked):
@@ -95,7 +104,7 @@ def test_a_tokens_kind_of_step_depends_on_its_position_alone(
         alone = continue_alone(request.prompt_token_ids, params.max_tokens or 0, [None], device.vocab_size)
         assert tokens[request.request_id] == [alone] * params.n
     assert strikes or engine.scheduler.counts.num_preemptions == 0
-    check_kinds(device)
+    check_kinds(device, edge)
     check_index(engine, [request for _, request in requests])
 
 

@@ -98,6 +98,9 @@ class EngineMachine(RuleBasedStateMachine):
             groups.append(PageGroup(max(2, num_pages // 2), window))
         self.windows = [group.window for group in groups]
         budget = rows + extra_budget
+        edges = (32,) if snapshots is None else (64, 32)
+        if snapshots is not None and "deterministic" in policies:
+            edges, budget = (grid,), max(budget, grid)
         self.pages = PageManager(
             groups,
             page_size=page_size,
@@ -126,7 +129,7 @@ class EngineMachine(RuleBasedStateMachine):
             fixed_drafts=((1, 2, most), (3, rows, most // 2)) if lookahead % 2 else None,
             num_lookahead_tokens=lookahead if drafts is not None and costs else 0,
             keeps_states=snapshots is not None,
-            chunk_edges=(64, 32) if snapshots is not None and "deterministic" not in policies else (32,),
+            chunk_edges=edges,
             snapshot_grid=grid if num_snapshots else 0,
             options=SchedulerOptions(max_num_queued_reqs=queue[0], max_num_queued_tokens=queue[1], **policies),
         )

@@ -215,7 +215,12 @@ def test_an_embedding_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyP
         (HYBRID, {"mamba_block_size": 96}, "mamba_block_size", "multiple of 64.*: 64, 128 or 192"),
         (HYBRID, {"mamba_block_size": 64, "enable_prefix_caching": False}, "mamba_block_size", "leave it out"),
         (("attention",), {"mamba_block_size": 64}, "mamba_block_size", "no recurrent state"),
-        (HYBRID, {"deterministic": True}, "deterministic", "keeps a recurrent state"),
+        (
+            HYBRID,
+            {"deterministic": True, "max_num_batched_tokens": 48, "precompile_token_paddings": [48]},
+            "max_num_batched_tokens",
+            "must be at least 64 with deterministic",
+        ),
         (ENCODER, {"enable_prefix_caching": True}, "enable_prefix_caching", "computes each text whole"),
         (("attention",), {"mamba_ssm_cache_dtype": "bfloat16"}, "mamba_ssm_cache_dtype", "no recurrent state"),
         (ENCODER, {"kv_offloading_size": 0.01}, "kv_offloading_size", "computes each text whole"),

@@ -34,6 +34,7 @@ def restrict_options(config: EngineConfig, model: DecoderConfig, platform: str) 
         config = _refuse_options(config, model)
     resolved = config.resolve(platform)
     if model.states:
+        _require_tile(resolved, model)
         return _settle_snapshots(resolved, model, config.cache)
     if config.cache.mamba_block_size is not None:
         message = f"{model.family} keeps no recurrent state; leave it out"
@@ -89,6 +90,15 @@ def _settle_snapshots(config: EngineConfig, model: DecoderConfig, given: CacheOp
     return replace(config, cache=replace(cache, enable_prefix_caching=False))
 
 
+def _require_tile(config: EngineConfig, model: DecoderConfig) -> None:
+    """Raises ConfigError if chunks must end at multiples of more tokens than a step has."""
+    budget, edge = config.scheduler.max_num_batched_tokens, find_state_edge(model)
+    assert budget is not None
+    if config.scheduler.deterministic and budget < edge:
+        message = f"must be at least {edge} with deterministic: texts of {model.family} are cut at its multiples alone"
+        raise ConfigError(message, field="max_num_batched_tokens", value=budget)
+
+
 def _refuse_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
     """Returns the options of a model that cannot have some of them, without a prefix cache if it reads texts whole."""
     reason = "generates no text"
@@ -102,7 +112,7 @@ def _refuse_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
         given.append(("max_decode_steps", config.scheduler.max_decode_steps, 1))
     if model.states:
         given.append(("nnodes", config.nodes.nnodes or 1, 1))
-    if model.states or not model.generates:
+    if not model.generates:
         given.append(("deterministic", config.scheduler.deterministic, False))
     for field, value, unset in given:
         if value != unset:

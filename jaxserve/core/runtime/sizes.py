@@ -65,8 +65,9 @@ class Sizes:
 
     @property
     def chunk_edges(self) -> tuple[int, ...]:
-        """See `SchedulerLimits`."""
-        return tuple(dict.fromkeys((find_state_edge(self.model), CHUNK_EDGE)))
+        """See `SchedulerLimits`; where bits count, all cuts are at multiples of the first."""
+        edge = find_state_edge(self.model)
+        return (edge,) if self.config.scheduler.deterministic else tuple(dict.fromkeys((edge, CHUNK_EDGE)))
 
     @property
     def snapshot_grid(self) -> int:

@@ -31,7 +31,7 @@ class SchedulerLimits:
     generates: bool = True  # False: requests are for embeddings
     num_adapters: int = 0  # slots of adapters on the device
     keeps_states: bool = False  # rows have a recurrent state: no token is computed twice
-    # Tokens; a chunk that leaves some ends on a multiple of the first, or if the budget reaches none, of the second.
+    # Tokens; a chunk that leaves some ends on a multiple of the first, or, if the budget reaches none, of a second.
     chunk_edges: tuple[int, ...] = (CHUNK_EDGE,)
     snapshot_grid: int = 0  # tokens; snapshots of states lie at its multiples; 0: there are none
     options: SchedulerOptions = field(default_factory=SchedulerOptions)
