@@ -250,7 +250,8 @@ def test_pools_of_several_groups_and_loops_of_steps_are_those_of_the_recording(
 @pytest.mark.slow
 def test_rows_that_go_on_from_snapshots_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "steps.jsonl"
-    llm = make_llm("qwen3_next", record_steps=str(path), compile="used", attention_impl="xla")
+    llm = make_llm("qwen3_next", record_steps=str(path), compile="used")
+    assert llm.ready.shapes.impl == "xla", "its heads are too small for the CPU's kernel"
     for tail in (1, 2, 3):
         llm.generate({"prompt_token_ids": [*range(3, 80), *[5] * tail]}, SamplingParams(max_tokens=60, temperature=0))
     plans = [call["plan"] for call in read_calls(path) if "plan" in call]

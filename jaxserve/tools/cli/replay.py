@@ -61,9 +61,18 @@ def _read_config(header: Mapping[str, Any], args: argparse.Namespace) -> EngineC
         raise RecordingError("the header lacks options, num_pages or num_snapshots", field="recording")
     flags = {name: getattr(args, name) for name in ("model", "compilation_cache_dir")}
     given = {name: value for name, value in flags.items() if value is not None}
-    # The attention that was chosen: a self-test at the start decides what "auto" is.
-    fixed = {"compile": "used", "generation_config": "vllm", "attention_impl": header.get("attention")}
+    fixed = {"compile": "used", "generation_config": "vllm", "attention_impl": _find_attention(header)}
     return EngineConfig.from_options(**{**recorded, **fixed, **given})
+
+
+def _find_attention(header: Mapping[str, Any]) -> Any:
+    """Returns the attention that was chosen, as a self-test at the start decides what "auto" is.
+
+    It is "auto" where a CPU has portable attention beside products of the library: "xla" leaves that out for all.
+    """
+    chosen, model = header.get("attention"), header.get("model")
+    has_library = isinstance(model, Mapping) and model.get("few_rows")
+    return "auto" if chosen == "xla" and has_library else chosen
 
 
 def _build(header: Mapping[str, Any], config: EngineConfig) -> BuiltRunner:
