@@ -292,6 +292,43 @@ _PHI4_MINI = """
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
 """
 
+_NEMOTRON_NANO2 = """
+{%- set ns = namespace(thinks=true) -%}
+{%- for m in messages if m.role in ('user', 'system') and '/no_think' in m.content -%}
+    {%- set ns.thinks = false -%}
+{%- endfor -%}
+{{- '<SPECIAL_10>System\\n' -}}
+{%- if messages[0].role == 'system' -%}{{- messages[0].content.replace('/no_think', '').strip() -}}{%- endif -%}
+{%- if tools -%}
+    {{- '\\n\\n<AVAILABLE_TOOLS>[' -}}
+    {%- for tool in tools -%}{{- tool.function | tojson -}}{{- '' if loop.last else ', ' -}}{%- endfor -%}
+    {{- ']</AVAILABLE_TOOLS>\\n\\nCall as <TOOLCALL>[{{"name": "f", "arguments": "a"}}]</TOOLCALL>' -}}
+{%- endif -%}
+{{- '\\n\\n' -}}
+{%- for m in messages -%}
+    {%- if m.role == 'user' -%}
+        {{- '<SPECIAL_11>User\\n' + m.content.replace('/no_think', '').strip() + '\\n' -}}
+    {%- elif m.role == 'tool' -%}
+        {{- '<SPECIAL_11>User\\n<TOOL_RESPONSE>[' if messages[loop.index0 - 1].role != 'tool' else '' -}}
+        {{- m.content -}}
+        {{- ', ' if loop.nextitem is defined and loop.nextitem.role == 'tool' else ']</TOOL_RESPONSE>\\n\\n' -}}
+    {%- elif m.role == 'assistant' -%}
+        {%- set content = (m.content or '').split('</think>')[-1].strip() -%}
+        {{- '<SPECIAL_11>Assistant\\n' + content -}}
+        {%- for call in m.tool_calls or [] -%}
+            {{- ('\\n\\n' if content else '') + '<TOOLCALL>[' if loop.first else ', ' -}}
+            {{- '{"name": "' + call.function.name + '", "arguments": ' -}}
+            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
+            {{- '}' + (']</TOOLCALL>' if loop.last else '') -}}
+        {%- endfor -%}
+        {{- '\\n<SPECIAL_12>\\n\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<SPECIAL_11>Assistant\\n' + ('<think>\\n\\n' if ns.thinks else '<think></think>') -}}
+{%- endif -%}
+"""
+
 CALL_FAMILIES = {
     "Qwen 3 Coder": _QWEN3_CODER,
     "GLM 4.5": _GLM45,
@@ -302,5 +339,6 @@ CALL_FAMILIES = {
     "Granite 3": _GRANITE,
     "Command R7B": _COMMAND_R7B,
     "Phi-4-mini": _PHI4_MINI,
+    "Nemotron Nano 2": _NEMOTRON_NANO2,
     **LITERAL_FAMILIES,
 }

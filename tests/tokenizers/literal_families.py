@@ -149,9 +149,38 @@ _OLMO3 = """
 {%- endfor -%}
 """
 
+_LFM2 = """{{- bos_token -}}
+{%- macro show(value) -%}
+    {{- '%r' | format(value) if value is string else value | tojson if value is mapping else value | string -}}
+{%- endmacro -%}
+{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- set turns = messages[1:] if messages[0].role == 'system' else messages -%}
+{%- if tools -%}{%- set system = system + '\\nList of tools: ' + tools | tojson -%}{%- endif -%}
+{%- if system -%}{{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' -}}{%- endif -%}
+{%- set last = namespace(user=-1) -%}
+{%- for m in turns -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in turns -%}
+    {{- '<|im_start|>' + m.role + '\\n' -}}
+    {%- if m.thinking is defined and loop.index0 > last.user -%}
+        {{- '<think>' + m.thinking + '</think>' -}}
+    {%- endif -%}
+    {{- m.content or '' -}}
+    {%- for call in m.tool_calls or [] -%}
+        {{- '<|tool_call_start|>[' if loop.first else ', ' -}}{{- call.function.name + '(' -}}
+        {%- for key, value in call.function.arguments.items() -%}
+            {{- key + '=' -}}{{- show(value) -}}{{- '' if loop.last else ', ' -}}
+        {%- endfor -%}
+        {{- ')]<|tool_call_end|>' if loop.last else ')' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
 LITERAL_FAMILIES = {
     "Llama 3.2 pythonic": _PYTHONIC,
     "Gemma 4": _GEMMA4,
     "FunctionGemma": _FUNCTIONGEMMA,
     "OLMo 3": _OLMO3,
+    "LFM2": _LFM2,
 }

@@ -93,6 +93,15 @@ COHERE_COMMAND3 = CallFormat(
         "next": {"{": CALL},
     },
 )
+NEMOTRON_JSON = CallFormat(
+    opener="<TOOLCALL>",
+    leads={
+        "open": {"[": "array", "{": CALL},
+        "array": {"{": CALL},
+        "after": {",": "next", "]": "after", "</TOOLCALL>": TEXT},
+        "next": {"{": CALL},
+    },
+)
 QWEN3_CODER = CallFormat(
     opener="<tool_call>",
     leads={
@@ -145,6 +154,15 @@ PYTHONIC = CallFormat(
     leads={"start": {"[": "list"}, "list": {"": NAMED}, "after": {",": "next", "]": TEXT}, "next": {"": NAMED}},
     named=partial(LiteralCallReader, PYTHON, knows_names=True),
 )
+LFM2 = CallFormat(  # Python's calls, or JSON where the system's message asks for that
+    opener="<|tool_call_start|>",
+    leads={
+        "open": {"[": "list"},
+        "list": {"{": CALL, "": NAMED},
+        "after": {",": "list", "]": "after", "<|tool_call_end|>": TEXT},
+    },
+    named=partial(LiteralCallReader, PYTHON),
+)
 FORCED_ARRAY = CallFormat(  # what `ToolSet.structured_outputs` makes of tool_choice="required"
     start="start",
     leads={
@@ -160,6 +178,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {  # by vLLM's names
     "llama3_json": LLAMA3_JSON,
     "mistral": MISTRAL,
     "granite": GRANITE,
+    "granite4": HERMES,
     "phi4_mini_json": PHI4_MINI_JSON,
     "cohere_command3": COHERE_COMMAND3,
     "qwen3_coder": QWEN3_CODER,
@@ -173,6 +192,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = {  # by vLLM's names
     "kimi_k2": _mark_calls(KIMI, NAME, ":", WORD, KIMI.sep),
     "pythonic": PYTHONIC,
     "olmo3": OLMO3,
+    "lfm2": LFM2,
+    "nemotron_json": NEMOTRON_JSON,  # NVIDIA's plugin for vLLM
     "gemma4": _write_literals(GEMMA4, "<|tool_call>", "<tool_call|>"),
     "functiongemma": _write_literals(FUNCTIONGEMMA, "<start_function_call>", "<end_function_call>"),
 }

@@ -25,6 +25,10 @@ _CALLS = (
     (("<|tool_call>",), "gemma4"),
     (("<start_function_call>",), "functiongemma"),
     (("<function_calls>",), "olmo3"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("<|tool_call_start|>[",), "lfm2"),
+    (("List of tools: [", "keep_past_thinking"), "lfm2"),  # LFM2.5, whose template shows no call
+    (("<TOOLCALL>[",), "nemotron_json"),
     (("[func_name1(",), "pythonic"),
     (("<|python_tag|>", "parameters"), "llama3_json"),
     (("ipython", "parameters"), "llama3_json"),

@@ -247,10 +247,12 @@ def _write_xml(marks: XmlMarks, before: str, behind: str, writer: _Writer) -> st
     return "\n".join((*rules, *writer.write_until("value", marks.value_end, [])))
 
 
+_HERMES = CallSyntax(_write_hermes, "\n")
 _QWEN3_CODER = CallSyntax(partial(_write_xml, QWEN3_CODER_MARKS, "\n<function=", "</tool_call>"), "\n")
 _GLM = CallSyntax(partial(_write_xml, GLM_MARKS, "", ""), "\n")
 _SYNTAXES: Mapping[str, CallSyntax] = {
-    "hermes": CallSyntax(_write_hermes, "\n"),
+    "hermes": _HERMES,
+    "granite4": _HERMES,
     "llama3_json": CallSyntax(_write_llama, "; ", has_opener=False),
     "mistral": CallSyntax(_write_mistral),
     "qwen3_coder": _QWEN3_CODER,
@@ -271,9 +273,11 @@ _SYNTAXES: Mapping[str, CallSyntax] = {
         repeats=False,
     ),
     "olmo3": CallSyntax(partial(_write_literals, PYTHON, r'"\n"?', "", r'"\n"', r'"\n"?', "</function_calls>")),
+    "lfm2": CallSyntax(partial(_write_literals, PYTHON, "", "[", '", "', '"]"', "<|tool_call_end|>")),
     "gemma4": CallSyntax(partial(_write_literals, GEMMA4, "", "call:", None, "", "<tool_call|>")),
     "functiongemma": CallSyntax(partial(_write_literals, FUNCTIONGEMMA, "", "call:", None, "", "<end_function_call>")),
     "granite": CallSyntax(partial(_write_array, "arguments", "name", None, "")),
+    "nemotron_json": CallSyntax(partial(_write_array, "arguments", "name", None, "</TOOLCALL>")),
     "phi4_mini_json": CallSyntax(_write_open_array),
     "cohere_command3": CallSyntax(partial(_write_array, "parameters", "tool_name", "tool_call_id", "<|END_ACTION|>")),
 }

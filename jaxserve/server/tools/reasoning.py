@@ -30,6 +30,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {  # by vLLM's names
     "kimi_k2": ReasoningFormat(starts_inside=True),
     "minimax_m2": ReasoningFormat(starts_inside=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "nemotron_v3": ReasoningFormat(starts_inside=True),
     "olmo3": ReasoningFormat(starts_inside=True),
     "qwen3": ReasoningFormat(),
 }

@@ -159,11 +159,11 @@ def test_names() -> None:
     assert set(TOOL_PARSERS) == {
         "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "qwen3_xml", "mimo", "glm45", "glm47",
         "deepseek_v3", "deepseek_v31", "minimax_m2", "kimi_k2", "granite", "cohere_command3", "phi4_mini_json",
-        "pythonic", "olmo3", "gemma4", "functiongemma",
+        "pythonic", "olmo3", "gemma4", "functiongemma", "lfm2", "nemotron_json", "granite4",
     }  # fmt: skip
     assert set(REASONING_PARSERS) == {
         "deepseek_r1", "deepseek_v3", "glm45", "minimax_m2", "mistral", "qwen3", "openai_gptoss", "kimi_k2",
-        "granite", "cohere_command3", "gemma4", "olmo3",
+        "granite", "cohere_command3", "gemma4", "olmo3", "nemotron_v3",
     }  # fmt: skip
     assert all(map(needs_special_tokens, [*TOOL_PARSERS, *REASONING_PARSERS])) and not needs_special_tokens(None)
     for arguments, field in ((("x", None), "tool_call_parser"), ((None, "x"), "reasoning_parser")):
@@ -182,6 +182,8 @@ def test_names() -> None:
         ("within <tool_call></tool_call> XML tags:\n<tool_call>\n{'name': ...", "hermes"),
         ("<tool_call>\n<function=example>", "qwen3_coder"),
         ("<tool_call>{name}\n<arg_key>", "glm45"),
+        ('ns.system_prompt + "List of tools: <|tool_list_start|>["', "lfm2"),
+        ('{%- set keep_past_thinking = 1 %}{{- "List of tools: [" -}}', "lfm2"),
         ("{%- if message.role == 'ipython' %}{{ '\"parameters\": ' }}", "llama3_json"),
         ('{{- \'<|python_tag|>\' + x }} {"name": f, "parameters": p}', "llama3_json"),
         ("{%- if message.role == 'ipython' %}", None),

@@ -48,6 +48,8 @@ PARSERS = {
     "Gemma 4": "gemma4",
     "FunctionGemma": "functiongemma",
     "OLMo 3": "olmo3",
+    "LFM2": "lfm2",
+    "Nemotron Nano 2": "nemotron_json",
 }
 REASONING = {
     "Qwen 3": "qwen3",
@@ -57,6 +59,8 @@ REASONING = {
     "Granite 3": "granite",
     "Command R7B": "cohere_command3",
     "Gemma 4": "gemma4",
+    "LFM2": "qwen3",
+    "Nemotron Nano 2": "qwen3",
 }
 ENDS = {  # what ends a turn; it stops the sequence and is no part of its text
     "Qwen 3": "<|im_end|>\n",
@@ -73,6 +77,8 @@ ENDS = {  # what ends a turn; it stops the sequence and is no part of its text
     "Gemma 4": "<turn|>\n",
     "FunctionGemma": "",
     "OLMo 3": "</s>",
+    "LFM2": "<|im_end|>\n",
+    "Nemotron Nano 2": "\n<SPECIAL_12>\n\n",
 }
 SCHEMA = {
     "type": "object",
@@ -228,6 +234,33 @@ def test_values_have_the_types_of_the_schema(parser: str, text: str, arguments: 
 
 
 @pytest.mark.parametrize(
+    ("parser", "text", "expected"),
+    [
+        (
+            "lfm2",
+            '[{"name": "find_it", "arguments": {"count": 5}}, g-2()]',
+            [("find_it", '{"count": 5}'), ("g-2", "{}")],
+        ),
+        ("lfm2", "[find_it(a='x]'),\n  g-2(b=[1])\n]", [("find_it", '{"a": "x]"}'), ("g-2", '{"b": [1]}')]),
+        ("nemotron_json", '{"name": "find_it", "arguments": {}}', [("find_it", "{}")]),
+        ("nemotron_json", ' [ {"name": "g-2", "arguments": "{}"} ] ', [("g-2", "{}")]),
+        ("granite4", '{"name": "g-2", "arguments": {}}', [("g-2", "{}")]),
+    ],
+)
+def test_other_forms_of_calls_are_read(parser: str, text: str, expected: list[Any]) -> None:
+    """JSON among LFM2's marks, and calls without a list around them."""
+    begin, end = {
+        "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+        "nemotron_json": ("<TOOLCALL>", "</TOOLCALL>"),
+        "granite4": ("<tool_call>\n", "\n</tool_call>"),
+    }[parser]
+    text = f"Hm.{begin}{text}{end}Well."
+    for parts in ([text], text):
+        found = summarise(read(make_answer_parser(parser, None, read_tools(TOOLS)), parts))
+        assert found == ["Hm.", *expected, "Well."]
+
+
+@pytest.mark.parametrize(
     ("parser", "text"),
     [
         ("pythonic", "[other(a=1)]"),
@@ -236,6 +269,8 @@ def test_values_have_the_types_of_the_schema(parser: str, text: str, arguments: 
         ("pythonic", "So [find_it(a=1)]"),
         ("olmo3", "<function_calls>find_it(x, y)</function_calls>"),
         ("olmo3", "<function_calls>find_it</function_calls>"),
+        ("lfm2", "<|tool_call_start|>find_it()<|tool_call_end|>"),
+        ("nemotron_json", "<TOOLCALL>[1]</TOOLCALL>"),
         ("gemma4", "<|tool_call>find_it{}<tool_call|>"),
         ("phi4_mini_json", "functools is a module, functools[0] not"),
         ("kimi_k2", f"{KIMI.first}{KIMI.begin}functions.:0{KIMI.sep}{{}}{KIMI.end}"),
@@ -295,6 +330,8 @@ def test_work_is_linear(name: str) -> None:
         ("granite", "", "Here is my", ["Here is my"]),
         ("kimi_k2", "<|im_middle|>", "a</think>b", [ReasoningDelta("a"), "b"]),
         ("kimi_k2", "<think></think>", "b", ["b"]),
+        ("nemotron_v3", "<|im_start|>assistant\n<think>\n", "a\n</think>\n\nb", [ReasoningDelta("a"), "b"]),
+        ("nemotron_v3", "<|im_start|>assistant\n<think></think>", "b", ["b"]),
         ("olmo3", "<|im_start|>assistant\n<think>", "a</think>b", [ReasoningDelta("a"), "b"]),
         (
             "cohere_command3",

@@ -26,7 +26,7 @@ from tests.server.tools.helpers import read
 
 FORMATS = [name for name in TOOL_PARSERS if has_call_grammar(name)]
 BEGINNINGS = {"pythonic": "[f0("}  # without an opener a call is the whole answer, and chance would not begin it
-LITERAL_FORMATS = ("pythonic", "olmo3", "gemma4", "functiongemma")
+LITERAL_FORMATS = ("pythonic", "olmo3", "lfm2", "gemma4", "functiongemma")
 VALUES: list[dict[str, Any]] = [
     {"type": "string"},
     {"type": "integer"},
