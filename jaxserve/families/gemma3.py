@@ -6,8 +6,6 @@ Of multimodal checkpoints ("gemma3") only the language model is read.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.models.base import DecoderConfig, Family, LayerKind
 from jaxserve.core.models.blocks import sandwich_layer
@@ -24,11 +22,11 @@ from jaxserve.core.models.common import (
     read_typed_ropes,
     window_layers,
 )
-from jaxserve.core.models.hf_config import REQUIRED, HFConfig
-from jaxserve.core.models.trunk import Trunk
-from jaxserve.errors import ConfigError
+from jaxserve.core.models.hf_config import HFConfig
+from jaxserve.core.models.trunk import DEFAULT_TRUNK
 from jaxserve.families import gemma2
 from jaxserve.families.gemma2 import IGNORED_KEYS, list_layer_params
+from jaxserve.families.multimodal import serve_as_text
 
 KEYS = omit(gemma2.KEYS, "original_max_position_embeddings") | {
     "vocab_size": 262208,
@@ -39,14 +37,6 @@ KEYS = omit(gemma2.KEYS, "original_max_position_embeddings") | {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
-}
-
-MULTIMODAL_KEYS: dict[str, object] = {
-    "text_config": REQUIRED,
-    "tie_word_embeddings": None,
-    "eos_token_id": None,
-    "dtype": None,
-    "torch_dtype": None,
 }
 
 
@@ -66,20 +56,6 @@ def parse(config: HFConfig) -> DecoderConfig:
         final_softcap=config.optional_number("final_logit_softcapping"),
     )
     return make_encoder(model, pooling_type="MEAN") if is_encoder else model
-
-
-def parse_multimodal(config: HFConfig) -> DecoderConfig:
-    """Reads `text_config`."""
-    return replace(parse(HFConfig(read_text_config(config, "gemma3_text"), KEYS, IGNORED_KEYS)), family="gemma3")
-
-
-def read_text_config(config: HFConfig, model_type: str) -> dict[str, object]:
-    """Returns `text_config`; keys that the outer object has as well override it."""
-    text = config.mapping("text_config")
-    if text.get("model_type", model_type) != model_type:
-        raise ConfigError(f"only {model_type} is supported", field="text_config.model_type", value=text["model_type"])
-    outer = {key: config.get(key) for key in MULTIMODAL_KEYS if key != "text_config"}
-    return text | {key: value for key, value in outer.items() if value is not None}
 
 
 def _read_layers(config: HFConfig, attention: AttentionConfig, *, is_encoder: bool) -> tuple[LayerKind, ...]:
@@ -106,13 +82,10 @@ FAMILY = Family(
     headless=("Gemma3TextModel",),
 )
 
-MULTIMODAL_FAMILY = Family(
+MULTIMODAL_FAMILY = serve_as_text(
+    FAMILY,
     "gemma3",
     "Gemma3ForConditionalGeneration",
-    MULTIMODAL_KEYS,
-    parse_multimodal,
-    sandwich_layer,
-    list_layer_params,
     ignored_keys=(
         "vision_config",
         "mm_tokens_per_image",
@@ -120,7 +93,6 @@ MULTIMODAL_FAMILY = Family(
         "eoi_token_index",
         "image_token_index",
     ),
-    trunk=Trunk().below("language_model"),
-    ignored_weights=(r"vision_tower\..*", r"multi_modal_projector\..*"),
-    fits_float16=False,
+    towers=("vision_tower", "multi_modal_projector"),
+    trunk=DEFAULT_TRUNK.below("language_model"),
 )

@@ -47,10 +47,9 @@ from jaxserve.core.models.hf_config import HFConfig, check_integer, check_mappin
 from jaxserve.core.models.moe_config import MAX_EXPERTS
 from jaxserve.core.models.parameters import attention_params, make_source, mlp_params, norm_params, projection_params
 from jaxserve.core.models.rope_config import parse_rope
-from jaxserve.core.models.trunk import Trunk
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.families import gemma2
-from jaxserve.families.gemma3 import MULTIMODAL_KEYS, read_text_config
+from jaxserve.families.multimodal import serve_as_text
 
 KEYS = omit(DECODER_KEYS, "rope_theta", "rope_scaling", "partial_rotary_factor") | {
     "num_key_value_heads": 4,
@@ -286,19 +285,10 @@ FAMILY = Family(
     fits_float16=False,
 )
 
-
-def parse_multimodal(config: HFConfig) -> DecoderConfig:
-    """Reads `text_config`."""
-    return replace(parse(HFConfig(read_text_config(config, "gemma4_text"), KEYS)), family="gemma4")
-
-
-MULTIMODAL_FAMILY = Family(
+MULTIMODAL_FAMILY = serve_as_text(
+    FAMILY,
     "gemma4",
     "Gemma4ForConditionalGeneration",
-    MULTIMODAL_KEYS,
-    parse_multimodal,
-    apply_layer,
-    list_layer_params,
     ignored_keys=(
         "vision_config",
         "audio_config",
@@ -312,9 +302,5 @@ MULTIMODAL_FAMILY = Family(
         "audio_token_id",
         "vision_soft_tokens_per_image",
     ),
-    trunk=Trunk(
-        "model.language_model.embed_tokens", "model.language_model.layers", "model.language_model.norm", "lm_head"
-    ),
-    ignored_weights=(_UNUSED, r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"),
-    fits_float16=False,
+    towers=tuple(f"model.{tower}" for tower in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")),
 )

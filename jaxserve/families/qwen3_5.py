@@ -5,9 +5,7 @@ Of multimodal checkpoints ("qwen3_5", "qwen3_5_moe") only the language model is 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 from jaxserve.core.models.base import DecoderConfig, Family
@@ -16,12 +14,9 @@ from jaxserve.core.models.common import omit, read_mlp
 from jaxserve.core.models.delta_parameters import JOINED
 from jaxserve.core.models.hf_config import HFConfig
 from jaxserve.core.models.moe_config import COUNT_KEYS, TRAINING_KEYS, read_count, read_experts
-from jaxserve.core.models.trunk import Trunk
-from jaxserve.families import qwen3_next
-from jaxserve.families.gemma3 import MULTIMODAL_KEYS, read_text_config
+from jaxserve.families import qwen3_next, qwen3_vl
+from jaxserve.families.multimodal import serve_as_text
 from jaxserve.families.qwen3_next import HYBRID_KEYS, build_hybrid, read_hybrid_layers
-
-_log = logging.getLogger(__name__)
 
 KEYS = HYBRID_KEYS | {"num_key_value_heads": 4}
 MOE_KEYS = (
@@ -33,11 +28,6 @@ MOE_KEYS = (
 _PREDICTION_KEYS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 _IGNORED_KEYS = (*_PREDICTION_KEYS, *TRAINING_KEYS)
 _MOE_IGNORED_KEYS = (*_IGNORED_KEYS, "intermediate_size", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob")
-_EYE_KEYS = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-_PREDICTION = r"mtp\..*"
-_TRUNK = Trunk(
-    "model.language_model.embed_tokens", "model.language_model.layers", "model.language_model.norm", "lm_head"
-)
 
 
 def parse(config: HFConfig) -> DecoderConfig:
@@ -65,32 +55,22 @@ def _make_families(
     parse: Callable[[HFConfig], DecoderConfig],
 ) -> tuple[Family, Family]:
     """Returns the families of text checkpoints and of multimodal ones."""
-
-    def parse_multimodal(config: HFConfig) -> DecoderConfig:
-        _log.info("%s is served as text: model.visual.* is left out", name)
-        text = HFConfig(read_text_config(config, f"{name}_text"), keys, ignored_keys)
-        return replace(parse(text), family=name)
-
-    table = partial(qwen3_next.list_layer_params, modules=JOINED)
-    text_family = Family(
+    text = Family(
         f"{name}_text",
         f"{architecture}ForCausalLM",
         keys,
         parse,
         hybrid_layer,
-        table,
+        partial(qwen3_next.list_layer_params, modules=JOINED),
         ignored_keys=ignored_keys,
-        ignored_weights=(_PREDICTION,),
+        ignored_weights=(r"mtp\..*",),
     )
-    return text_family, replace(
-        text_family,
-        model_type=name,
-        architecture=f"{architecture}ForConditionalGeneration",
-        keys=MULTIMODAL_KEYS,
-        parse=parse_multimodal,
-        ignored_keys=_EYE_KEYS,
-        trunk=_TRUNK,
-        ignored_weights=(_PREDICTION, r"model\.visual\..*"),
+    return text, serve_as_text(
+        text,
+        name,
+        f"{architecture}ForConditionalGeneration",
+        ignored_keys=qwen3_vl.VISION_KEYS,
+        towers=qwen3_vl.TOWERS,
     )
 
 

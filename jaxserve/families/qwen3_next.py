@@ -63,7 +63,6 @@ KEYS = (
 )
 
 _LINEAR = "linear_attention"
-_POSITION_KEYS = ("mrope_section", "mrope_interleaved")  # of images: the three positions of a text's token are one
 
 
 def read_hybrid_layers(config: HFConfig, mlp: MLPConfig | MoEConfig) -> tuple[LayerKind, ...]:
@@ -71,9 +70,10 @@ def read_hybrid_layers(config: HFConfig, mlp: MLPConfig | MoEConfig) -> tuple[La
     config.require(attn_output_gate=True)
     bias = config.flag("attention_bias")
     attention = read_attention(config, qkv_bias=bias, out_bias=bias, qk_norm="shared", gated=True)
-    parameters = {key: value for key, value in rope_parameters(config).items() if key not in _POSITION_KEYS}
     length = config.integer("max_position_embeddings")
-    rope = parse_rope(parameters, head_dim=attention.head_dim, max_position_embeddings=length, partial=True)
+    rope = parse_rope(
+        rope_parameters(config), head_dim=attention.head_dim, max_position_embeddings=length, partial=True
+    )
     default = alternate_layer_types(read_num_layers(config), config.integer("full_attention_interval"), _LINEAR)
     kinds = {
         "full_attention": LayerKind(attention, None, rope, mlp),

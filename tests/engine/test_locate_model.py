@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
     "qwen2.5-vl": (
         other("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", text_config={"hidden_size": 64}),
         "model_type",
-        ("text-only checkpoint", "qwen3_5 is the nearest"),
+        ("text-only checkpoint", "qwen3_vl is the nearest"),
     ),
     "electra": (
         other("electra", "ElectraForMaskedLM"),

@@ -42,13 +42,17 @@ _TYPE_KEYS: dict[str, set[str]] = {
 }
 
 
+# Of models that read images: a token of an image has three positions, and those of a text's token are one.
+_IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
+
+
 def rope_parameters(config: HFConfig) -> dict[str, object]:
-    """Returns the rope object of a file in either form, completed by the keys beside it.
+    """Returns the rope object of a file in either form, completed by the keys beside it, for texts.
 
     As in the reference implementation, a non-empty `rope_scaling` takes the place of `rope_parameters`.
     """
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
-    parameters = old or new
+    parameters = {key: value for key, value in (old or new).items() if key not in _IMAGE_KEYS}
     for key in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(key) is None:
             parameters[key] = config.get(key)
