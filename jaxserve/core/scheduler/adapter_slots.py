@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from jaxserve.core.scheduler.limits import SchedulerLimits
 from jaxserve.core.scheduler.policy import can_yield, choose_drained, must_yield
 from jaxserve.core.scheduler.running import Batch
@@ -24,6 +26,17 @@ class AdapterSlots:
         self._writes: dict[int, int] = {}  # generation by slot, since the last plan
         self._drained = 0
         self._first: Sequence | None = None  # the oldest of those for whom it is drained
+
+    def read_state(self) -> Hashable:
+        """Returns a value on which `is_ready` depends, once the adapter to drain is chosen for the rows of now."""
+        if not self.held:
+            return None
+        running, order = self._batch.num_by_adapter, -1
+        if (first := self._first) is not None and self._is_waiting(first):
+            order = first.order
+            if first.request.generation not in self._slots and len(running) == len(self.held):
+                self._drained = choose_drained(self._limits, self._batch, first, self._drained)
+        return frozenset(self._slots), frozenset(running), self._drained, order
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence may have a row; if not, an adapter is drained from now on."""

@@ -53,6 +53,7 @@ class Scheduler:
         self.waiting = WaitingQueue(
             self.turns,
             lambda sequence: not pages.is_loading(sequence.pages) and self.adapters.is_ready(sequence),
+            lambda: (pages.host.num_arrived, self.adapters.read_state()),
         )
         self.queue_admission = QueueAdmission(limits, self.waiting, self.batch, clock)
         self.counts = SchedulerCounts()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from heapq import merge
+from itertools import islice
 
 from jaxserve.core.scheduler.fairness import ArrivalOrder, TurnOrder
 from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus, age
@@ -31,18 +32,24 @@ class WaitingQueue:
 
     Args:
         is_ready: tells of a sequence whether it can be next; those behind it go first until then.
+        read_state: returns a value on which `is_ready` depends. While it is the same, those that were not ready are not
+            asked again.
     """
 
     def __init__(
-        self, turns: TurnOrder | None = None, is_ready: Callable[[Sequence], bool] = lambda sequence: True
+        self,
+        turns: TurnOrder | None = None,
+        is_ready: Callable[[Sequence], bool] = lambda sequence: True,
+        read_state: Callable[[], Hashable] = lambda: None,
     ) -> None:
         self.num_new = 0  # sequences that were never admitted
         self.num_new_tokens = 0  # prompt tokens of never-admitted requests, once per request
         self.by_tenant: defaultdict[str, TenantLoad] = defaultdict(TenantLoad)  # by tenant's name
         self._new: dict[tuple[Rank, Tenant], int] = {}  # never-admitted sequences by rank and tenant, none of them 0
         self._turns = turns if turns is not None else ArrivalOrder()
-        self._is_ready = is_ready
+        self._is_ready, self._read_state = is_ready, read_state
         self._lanes: dict[str, deque[Sequence]] = {}
+        self._passed: dict[str, tuple[Hashable, int]] = {}  # by lane: a state, and how many are not ready in it
 
     def __len__(self) -> int:
         """Safe from any thread."""
@@ -68,9 +75,16 @@ class WaitingQueue:
     @property
     def first(self) -> Sequence | None:
         """The sequence that gets the next row; None if no sequence is ready for one."""
-        ready = (next(filter(self._is_ready, lane), None) for lane in self._lanes.values())
-        heads = [head for head in ready if head is not None]
+        heads = [head for name, lane in self._lanes.items() if (head := self._find_ready(name, lane)) is not None]
         return self._turns.choose(heads) if heads else None
+
+    def _find_ready(self, name: str, lane: deque[Sequence]) -> Sequence | None:
+        state, (known, num_passed) = self._read_state(), self._passed.get(name, (None, 0))
+        start = num_passed if known == state else 0
+        rest = enumerate(islice(lane, start, None), start)
+        place, sequence = next(((place, each) for place, each in rest if self._is_ready(each)), (len(lane), None))
+        self._passed[name] = state, place
+        return sequence
 
     def list_adapters(self) -> set[str]:
         """Returns the names of the adapters of waiting sequences. Safe from any thread."""
@@ -103,6 +117,7 @@ class WaitingQueue:
             lane.append(sequence)
         else:
             insort(lane, sequence, key=age)
+            self._passed.pop(name, None)
 
     def push_siblings(self, first: Sequence) -> None:
         """Queues the other sequences of a request once the prompt is computed, or `first` has ended."""
@@ -114,10 +129,13 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that is admitted, or ends before; an unqueued sibling is only uncounted."""
         self._uncount(sequence)
-        lane = self._lanes.get(self._turns.find_lane(sequence), deque())
+        name = self._turns.find_lane(sequence)
+        lane = self._lanes.get(name, deque())
         place = bisect_left(lane, age(sequence), key=age)
         if place < len(lane) and lane[place] is sequence:
             del lane[place]
+            state, num_passed = self._passed.get(name, (None, 0))
+            self._passed[name] = state, num_passed - (place < num_passed)
             self.by_tenant[sequence.request.tenant.name].num_waiting -= 1
 
     def _uncount(self, sequence: Sequence) -> None:

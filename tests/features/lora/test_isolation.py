@@ -294,6 +294,25 @@ def test_nobody_waits_for_a_request_that_was_aborted():
     assert [output.request_id for _ in range(4) for output in engine.step()] == ["next"]
 
 
+def test_who_waits_for_a_slot_is_not_asked_in_each_step(monkeypatch: pytest.MonkeyPatch):
+    engine, _, store = make_adapter_engine()
+    slots, asked = engine.scheduler.adapters, list[str]()
+    is_ready = slots.is_ready
+    monkeypatch.setattr(slots, "is_ready", lambda each: asked.append(each.request.request_id) or is_ready(each))
+    engine.add_request(make_request("first", store, 1, 40))
+    for number in range(100):
+        engine.add_request(make_request(f"r{number}", store, 2 + number % 5, 2))
+    engine.step()
+    engine.step()
+    asked.clear()
+    for number in range(20):
+        engine.add_request(make_request(f"later {number}", store, 2, 2))
+        assert not engine.step()
+    assert set(asked) == {f"later {number}" for number in range(20)}
+    while engine.has_unfinished:
+        engine.step()
+
+
 def test_rows_that_must_yield_give_up_the_slot_of_their_adapter():
     engine, _, store = make_adapter_engine()
     engine.add_request(make_request("flex", store, 1, 60, service_tier=ServiceTier.FLEX))
