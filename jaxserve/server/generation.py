@@ -235,7 +235,6 @@ def make_request_options(http: HttpRequest, body: EngineFields, state: ServerSta
     adapter = state.adapters.get(body.model)
     if adapter is not None:
         context.adapter = adapter.request.lora_name
-        rights.require_adapter(context.adapter)
     state.refuse_if_full(rights, (tier, priority))
     seconds = min((each for each in (body.timeout, limits.request_timeout) if each is not None), default=None)
     return {

@@ -30,6 +30,7 @@ from jaxserve.server.lora_modules import read_lora_modules
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.preparation import Preparation
+from jaxserve.server.request_context import get_context
 from jaxserve.server.single_flight import SingleFlight
 from jaxserve.server.tools import guess_reasoning_parser, guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
@@ -183,14 +184,20 @@ class ServerState:
         if self.phase is Phase.WARMING:
             self.phase = Phase.READY
 
-    def check_model(self, name: str | None) -> str:
-        """Returns the model's name for the answer; ApiError 404 when the request names another model."""
+    def check_model(self, http: Request, name: str | None) -> str:
+        """Returns the name, for the answer, of the model that a request names.
+
+        Raises:
+            ApiError: 404; there is no such model. 403; it is an adapter that the key may not use.
+        """
         if name is None:
             return self.names[0]
         if name not in self.names:
             known = ", ".join(self.base_names[:_MOST_NAMES])  # not all adapters are everybody's
             message = f"The model {name[:100]!r} does not exist here; there is {known}."
             raise ApiError(404, message, param="model", code="model_not_found")
+        if self.adapters.get(name) is not None:
+            get_context(http.scope).rights.require_adapter(name)
         return name
 
     def refuse_if_full(self, rights: KeyRights, rank: Rank | None = None) -> None:

@@ -33,6 +33,20 @@ CHAT = {"messages": [{"role": "user", "content": "What is 20 + 30?"}], "max_toke
 TEXT = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
 
 
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": TEXT,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "What is 20 + 30?", "max_output_tokens": 12, "temperature": 0},
+    "/v1/messages": CHAT,
+    "/v1/embeddings": {"input": "What is 20 + 30?"},
+}
+COUNTED: dict[str, dict[str, Any]] = {  # where nothing is generated
+    "/tokenize": {"prompt": "What is 20 + 30?"},
+    "/v1/responses/input_tokens": {"input": "What is 20 + 30?"},
+    "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+}
+
+
 @dataclass(frozen=True)
 class Served:
     server: RunningServer
@@ -82,14 +96,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_every_route_takes_an_adapter_as_its_model(served: Served):
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/completions": TEXT,
-        "/v1/chat/completions": CHAT,
-        "/v1/responses": {"input": "What is 20 + 30?", "max_output_tokens": 12, "temperature": 0},
-        "/v1/messages": CHAT,
-        "/v1/embeddings": {"input": "What is 20 + 30?"},
-    }
-    for path, body in bodies.items():
+    for path, body in BODIES.items():
         found = [served.post(path, body | {"model": model}) for model in ("demo", "first")]
         assert [each.status_code for each in found] == [200, 200], [each.text for each in found]
         base, adapted = (each.json() for each in found)
@@ -113,8 +120,10 @@ def test_models_are_listed_with_their_parent(served: Served):
 def test_a_tenant_may_be_limited_to_some_adapters(served: Served):
     assert served.change("load", lora_name="hidden", lora_path="second").status_code == 200
     try:
-        refused = served.post("/v1/completions", TEXT | {"model": "hidden"}, key="some")
-        assert refused.status_code == 403 and refused.json()["error"]["code"] == "model_not_allowed"
+        for path, body in (*BODIES.items(), *COUNTED.items()):
+            refused = served.post(path, body | {"model": "hidden"}, key="some")
+            assert refused.status_code == 403 and "may not use the model 'hidden'" in refused.text, path
+            assert served.post(path, body | {"model": "hidden"}).status_code == 200, path
         assert served.post("/v1/completions", TEXT | {"model": "first"}, key="some").status_code == 200
         assert [card["id"] for card in served.get("/v1/models", key="some").json()["data"]] == ["demo", "first"]
         assert served.get("/v1/models/hidden", key="some").status_code == 403

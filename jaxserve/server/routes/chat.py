@@ -53,7 +53,7 @@ async def create_chat_completion(http: Request) -> Response:
     """Answers a conversation."""
     state = get_state(http)
     body = await read_body(http, ChatCompletionRequest, state)
-    model = state.check_model(body.model)
+    model = state.check_model(http, body.model)
     check_body(body, state)
     with name_fields(list_names(body)):
         return await answer(http, body, state, read_conversation, partial(ChatWriter, body, model, state))

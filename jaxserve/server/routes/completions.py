@@ -43,7 +43,7 @@ async def create_completion(http: Request) -> Response:
     """Continues one prompt or many."""
     state = get_state(http)
     body = await read_body(http, CompletionRequest, state)
-    model = state.check_model(body.model)
+    model = state.check_model(http, body.model)
     check_body(body, state)
     with name_fields(list_names(body)):
         requests = await prepare(http, body, state, make_requests)

@@ -36,7 +36,7 @@ async def create_embeddings(http: Request) -> Response:
     """The embedding of each text: one vector, of the hidden states that the model's pooler reads."""
     state = get_state(http)
     body = await read_body(http, EmbeddingRequest, state)
-    model = state.check_model(body.model)
+    model = state.check_model(http, body.model)
     with name_fields({"prompt": "input", "prompt_token_ids": "input"}):
         call = await prepare(http, body, state, _make_call)
         requests = name_requests(call.requests, http)

@@ -55,7 +55,7 @@ async def create_message(http: Request) -> Response:
     """Answers a conversation in Anthropic's form."""
     state = get_state(http)
     body = await read_body(http, MessagesRequest, state)
-    model = state.check_model(body.model)
+    model = state.check_model(http, body.model)
     names = list_names(body)
     with name_fields(names):
         make_writer = partial(MessageWriter, body, model, state.engine.max_model_len)
@@ -67,7 +67,7 @@ async def count_tokens(http: Request) -> JSONResponse:
     """The number of tokens that a conversation's prompt has."""
     state = get_state(http)
     body = await read_body(http, CountTokensRequest, state)
-    state.check_model(body.model)
+    state.check_model(http, body.model)
     names = list_names(body)
     with name_fields(names):
         count = await state.preparation.run(_count, names, body, state)

@@ -57,7 +57,7 @@ async def rerank(http: Request) -> Response:
     """The documents in the order of how well they answer the query, best first."""
     state = get_state(http)
     body = await read_body(http, RerankRequest, state)
-    model = state.check_model(body.model)
+    model = state.check_model(http, body.model)
     names = {"data_1[0]": "query", "data_1": "query", "data_2": "documents", "prompt": "documents"}
     found = await compute_all(http, body, _rank, names, operation="rerank")
     order = sorted(range(len(found.answers)), key=lambda index: -found.answers[index].score)  # equal ones as they came
@@ -79,7 +79,7 @@ async def score(http: Request) -> Response:
     """How well two texts belong together: of one and many, or of as many pairs."""
     state = get_state(http)
     body = await read_body(http, ScoreRequest, state)
-    model = state.check_model(body.model)
+    model = state.check_model(http, body.model)
     names = _name_sides(body)
     made = dict(zip(("data_1", "data_2"), names, strict=True)) | {"prompt": names[1]}
     found = await compute_all(http, body, _score, made, operation="score")
@@ -133,7 +133,7 @@ async def classify(http: Request) -> Response:
     """The probabilities of the model's classes for each text."""
     state = get_state(http)
     body = await read_body(http, ClassifyRequest, state)
-    model = state.check_model(body.model)
+    model = state.check_model(http, body.model)
     found = await compute_all(http, body, _classify, _INPUT, operation="classify")
     classes = state.engine.model.pooler.classes
     assert classes is not None  # else it was refused
@@ -160,7 +160,7 @@ async def pool(http: Request) -> Response:
     """What the model makes of each text, as plain numbers: an embedding, one for each class, or a vector a token."""
     state = get_state(http)
     body = await read_body(http, PoolingRequest, state)
-    model = state.check_model(body.model)
+    model = state.check_model(http, body.model)
     names = {**_INPUT, "pooling_task": "task"}
     found = await compute_all(http, body, _pool, names, operation="pooling")
     data = [{"index": index, "object": "pooling", "data": answer.data} for index, answer in enumerate(found.answers)]
@@ -197,7 +197,7 @@ async def embed(http: Request) -> Response:
     """The embedding of each text, in Cohere's form."""
     state = get_state(http)
     body = await read_body(http, CohereEmbedRequest, state)
-    state.check_model(body.model)
+    state.check_model(http, body.model)
     names = {"dimensions": "output_dimension", "prompt": "texts", "truncate_prompt_tokens": "max_tokens"}
     names["prompt_name"] = "input_type"
     found = await compute_all(http, body, _embed, names, operation="embeddings")

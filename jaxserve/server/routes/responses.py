@@ -47,7 +47,7 @@ async def create_response(http: Request) -> Response:
     """Answers a text or a conversation."""
     state = get_state(http)
     body = await read_body(http, ResponseRequest, state)
-    model = state.check_model(body.model)
+    model = state.check_model(http, body.model)
     check_body(body)
     reader = ResponseReader()
     with name_fields(reader.names):

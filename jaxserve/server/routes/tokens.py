@@ -46,9 +46,7 @@ async def list_models(http: Request) -> JSONResponse:
 async def get_model(http: Request, name: str) -> JSONResponse:
     """The model, by one of its names, or an adapter."""
     state = get_state(http)
-    if state.adapters.get(name) is not None:
-        get_context(http.scope).rights.require_adapter(name)
-    return JSONResponse(_describe_model(state, state.check_model(name)))
+    return JSONResponse(_describe_model(state, state.check_model(http, name)))
 
 
 def _describe_model(state: ServerState, name: str) -> dict[str, Any]:
@@ -70,7 +68,7 @@ async def tokenize(http: Request) -> Response:
     """The token ids of a text or of a conversation."""
     state = get_state(http)
     body = await read_body(http, TokenizeRequest, state)
-    state.check_model(body.model)
+    state.check_model(http, body.model)
     return make_json_response(await state.preparation.run(_write_tokens, body, state))
 
 
@@ -123,7 +121,7 @@ async def count_input_tokens(http: Request) -> JSONResponse:
     """The number of tokens that a response's input would have."""
     state = get_state(http)
     body = await read_body(http, ResponseRequest, state)
-    state.check_model(body.model)
+    state.check_model(http, body.model)
     responses.check_body(body)
     reader = responses.ResponseReader()
     with name_fields(reader.names):
@@ -148,7 +146,7 @@ async def detokenize(http: Request) -> JSONResponse:
     """The text of token ids."""
     state = get_state(http)
     body = await read_body(http, DetokenizeRequest, state)
-    state.check_model(body.model)
+    state.check_model(http, body.model)
     most = state.engine.max_model_len
     if len(body.tokens) > most:
         raise InvalidRequestError(f"at most {most} ids, got {len(body.tokens)}", field="tokens", value=None)
