@@ -142,8 +142,16 @@ class StepFeature:
         """Returns the bytes of other arrays on each device."""
         return 0
 
-    def require_room(self, sizes: Sizes, others: int) -> None:
-        """Raises CapacityError if it cannot fit the host's memory, of which `others` bytes are taken."""
+    def require_room(self, sizes: Sizes, others: int) -> int:
+        """Returns the bytes that it takes of the host's memory.
+
+        Args:
+            others: bytes that are taken already.
+
+        Raises:
+            CapacityError: they do not fit.
+        """
+        return 0
 
     def describe(self, sizes: Sizes) -> Mapping[str, Any]:
         """Returns what its programs depend on beside options, as values of JSON."""

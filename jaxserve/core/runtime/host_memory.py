@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+HOST_SHARE = 0.9  # of it that an engine's parts may take on purpose; the rest is for the process itself
 # memory.high counts as well: a process above it is throttled, and an engine never gives its pools back.
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
 _ESCAPE = re.compile(r"\\([0-7]{3})")  # mountinfo writes blanks in paths as octal

@@ -234,8 +234,9 @@ def require_room(shapes: Shapes, limit: int | None) -> None:
     parts = {"model": use.params, "max_num_seqs": use.state + use.recurrent, of_pools: pools}
     parts = {name: count * size for name, size in parts.items()}
     refuse_shortage(limit, parts, replace(use, recurrent=count * use.recurrent))
+    others = sum(parts.values()) if on_host else 0
     for feature in shapes.features:
-        feature.require_room(shapes, sum(parts.values()) if on_host else 0)
+        others += feature.require_room(shapes, others)
 
 
 def start_runner(

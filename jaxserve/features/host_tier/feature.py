@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxserve.core.models.decoder import CacheLayout
 from jaxserve.core.runtime.buckets import BucketTable
 from jaxserve.core.runtime.feature import DeviceState, FeatureHost, StepFeature
-from jaxserve.core.runtime.memory import CachePlan
+from jaxserve.core.runtime.memory import GIB, CachePlan
 from jaxserve.core.runtime.program_inputs import ProgramInputs
 from jaxserve.core.runtime.programs import Program, ProgramKey
 from jaxserve.core.runtime.protocol import Runner
@@ -71,10 +71,11 @@ class HostTier(StepFeature):
         groups, copies = sizes.model.kv_groups, self.max_copies(sizes)
         return copy_bytes(sizes.specs, groups, num_devices=sizes.num_devices, max_copies=copies)
 
-    def require_room(self, sizes: Sizes, others: int) -> None:
+    def require_room(self, sizes: Sizes, others: int) -> int:
         """See `StepFeature.require_room`; ConfigError: the size holds no page."""
         self.count_slots(sizes)
         require_host_room(self.size, others)
+        return int(self.size * GIB)
 
     def list_programs(self, buckets: BucketTable) -> Iterator[ProgramKey]:
         """See `StepFeature.list_programs`."""

@@ -13,7 +13,7 @@ import jax
 from jaxserve.core.models.base import KVGroup
 from jaxserve.core.pages.host_tier import PageCopy
 from jaxserve.core.runtime.feature import DeviceState
-from jaxserve.core.runtime.host_memory import host_memory_bytes
+from jaxserve.core.runtime.host_memory import HOST_SHARE, host_memory_bytes
 from jaxserve.core.runtime.memory import GIB, CachePlan, format_bytes
 from jaxserve.core.runtime.protocol import Runner
 from jaxserve.core.runtime.runner import StartedStep
@@ -26,7 +26,6 @@ from pallas_kernels.spec import KVSpec
 
 _log = logging.getLogger(__name__)
 _FIELD = "kv_offloading_size"
-_HOST_SHARE = 0.9  # of the machine's or the container's memory; the rest is for the process itself
 _REPEATS = 5
 
 
@@ -93,9 +92,9 @@ def copy_bytes(specs: Sequence[KVSpec], groups: Sequence[KVGroup], *, num_device
 def require_host_room(size: float, others: int) -> None:
     """Raises CapacityError, with the size that fits, if a tier of `size` GiB and `others` bytes exceed the host."""
     limit = host_memory_bytes()
-    room = max(0.0, int(limit * _HOST_SHARE) - others) / GIB
+    room = max(0.0, int(limit * HOST_SHARE) - others) / GIB
     if size > room:
-        beside = f", where {format_bytes(others)} are for model and cache" if others else ""
+        beside = f", where {format_bytes(others)} are for other parts" if others else ""
         fits = f"{room:.2f} GiB would fit" if room >= 0.01 else "nothing would fit"
         message = f"{size:g} GiB are more than this machine or container can give: it has {format_bytes(limit)}{beside}"
         raise CapacityError(f"{message}; {fits}", field=_FIELD, value=size)

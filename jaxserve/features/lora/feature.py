@@ -21,6 +21,7 @@ from jaxserve.core.runtime.arguments import abstract_params
 from jaxserve.core.runtime.buckets import Bucket, BucketTable
 from jaxserve.core.runtime.device_state import make_zeros
 from jaxserve.core.runtime.feature import DeviceState, FeatureHost, StepFeature
+from jaxserve.core.runtime.host_memory import HOST_SHARE, host_memory_bytes
 from jaxserve.core.runtime.inputs import StepInputs
 from jaxserve.core.runtime.memory import CachePlan, format_bytes, params_bytes
 from jaxserve.core.runtime.program_inputs import ProgramInputs
@@ -29,6 +30,7 @@ from jaxserve.core.runtime.rows import SAMPLING_FIELDS
 from jaxserve.core.runtime.sizes import Sizes
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.scheduler.step_plan import StepPlan
+from jaxserve.errors import CapacityError
 from jaxserve.families.registry import param_specs
 from jaxserve.features.lora.files import AdapterFiles
 from jaxserve.features.lora.matrices import join, list_matrices, nest
@@ -81,10 +83,27 @@ class Lora(StepFeature):
         """See `StepFeature.params_bytes`."""
         return params_bytes(self.bank_specs(self.num_slots), sizes.num_devices, sizes.platform)
 
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of an adapter on the host: those of a slot, with its padding."""
+        return params_bytes(self.bank_specs(1), 1)
+
+    def require_room(self, sizes: Sizes, others: int) -> int:
+        """See `StepFeature.require_room`."""
+        each, num_copies, limit = self.copy_bytes, self.store.num_copies, host_memory_bytes()
+        room = max(0, int(limit * HOST_SHARE) - others)
+        if num_copies * each > room:
+            beside = f", where {format_bytes(others)} are for other parts" if others else ""
+            message = f"{num_copies} copies of {format_bytes(each)} are more than this machine or container can give"
+            message = f"{message}: it has {format_bytes(limit)}{beside}; {room // each} would fit"
+            raise CapacityError(message, field="max_cpu_loras", value=num_copies)
+        return num_copies * each
+
     def plan_line(self, sizes: Sizes) -> tuple[str, int, str]:
         """See `StepFeature.plan_line`."""
         size, weights = self.params_bytes(sizes), _count_weights(sizes)
         details = f"{self.num_slots} slots of rank {self.rank}, {self.dtype}"
+        details += f"; on the host {self.store.num_copies} copies of {format_bytes(self.copy_bytes)}"
         much = f", which is {size / weights:.0%} of the weights: lower max_loras or max_lora_rank"
         return "adapters", size, details + (much if size > _MUCH * weights else "")
 

@@ -41,7 +41,7 @@ class AdapterStore:
     def __init__(self, read: Callable[[Path], Any], num_copies: int) -> None:
         self.counts = AdapterCounts()
         self.check: Callable[[Path], None] = lambda folder: None  # before its matrices are read
-        self._read, self._num_copies = read, num_copies
+        self._read, self.num_copies = read, num_copies
         self._generations = itertools.count(1)
         self._requests: dict[str, LoRARequest] = {}  # by name: the number and the path that it has
         self._names: dict[int, str] = {}  # by number
@@ -136,6 +136,6 @@ class AdapterStore:
     def _use(self, adapter: Adapter) -> None:
         self._recent[adapter.generation] = adapter
         self._recent.move_to_end(adapter.generation)
-        while len(self._recent) > self._num_copies:
+        while len(self._recent) > self.num_copies:
             self._recent.popitem(last=False)
             self.counts.evictions += 1

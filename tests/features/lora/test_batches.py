@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from jaxserve.errors import ConfigError, InvalidRequestError, WeightsError
+from jaxserve.errors import CapacityError, ConfigError, InvalidRequestError, WeightsError
 from jaxserve.tools.cli import main
 from tests.e2e.helpers import greedy, make_llm
 from tests.features.lora.adapter_files import AdapterSpec, write_adapter
@@ -145,6 +145,8 @@ def test_requests_and_options_without_adapters_are_refused_by_name(adapters: lis
     ):
         with pytest.raises(ConfigError, match=message):
             make_llm(CASE, **options)
+    with pytest.raises(CapacityError, match=r"max_cpu_loras: 1000000000 copies of .* KiB are more .*; \d+ would fit"):
+        make_llm(CASE, enable_lora=True, max_cpu_loras=10**9)
 
 
 def test_the_memory_plan_has_a_line_for_the_bank(capsys: pytest.CaptureFixture[str]):
@@ -152,6 +154,6 @@ def test_the_memory_plan_has_a_line_for_the_bank(capsys: pytest.CaptureFixture[s
     assert main(["plan", str(CASE.path), *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if "adapters " in line and "slots" in line)
-    assert "3 slots of rank 16" in line
+    assert "3 slots of rank 16" in line and "on the host 3 copies of" in line
     assert main(["plan", str(CASE.path), "--skip-tokenizer-init"]) == 0
     assert "slots of rank" not in capsys.readouterr().out
