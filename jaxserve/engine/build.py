@@ -159,10 +159,7 @@ def build_engine(
     """
     record_steps = config.observability.record_steps
     if record_steps is not None:
-        has_processor, has_adapters = processor is not None, config.lora.enable_lora
-        refuse_recording(
-            Path(record_steps), has_processor=has_processor, only_largest=only_largest, has_adapters=has_adapters
-        )
+        refuse_recording(Path(record_steps), has_processor=processor is not None, only_largest=only_largest)
     config = dataclasses.replace(make_cache_dir(config), nodes=resolve_nodes(config.nodes))
     refuse_copies(config)
     refuse_with_nodes(config, has_processor=processor is not None)
@@ -359,15 +356,13 @@ def describe_model_files(files: ModelFiles, shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool, has_adapters: bool = False) -> None:
+def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> None:
     """Raises ConfigError where steps could not be recorded, or not be replayed."""
     from jaxserve.features.recording.recording import refuse_target
 
     reason = None
     if has_processor:
         reason = "a logits_processor is a function, which a recording cannot hold; leave one of the two out"
-    elif has_adapters:
-        reason = "a recording holds no adapters yet, so steps with them could not be replayed; leave enable_lora out"
     elif only_largest:
         reason = "with serve_while_warming, the first steps run in larger programs than a replay's; leave one out"
     if reason is not None:
@@ -379,6 +374,7 @@ def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | Non
     """Returns `runner`, perhaps that of several nodes, with each call recorded in a new file."""
     from jaxserve.core.runtime.identity import describe_engine, digest_params
     from jaxserve.core.runtime.tee import TeeRunner
+    from jaxserve.features.choose import find_adapters
     from jaxserve.features.recording.recording import Recording, RecordingFile
 
     def digest() -> str:
@@ -389,4 +385,7 @@ def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | Non
     all_params = built.runner.all_params
     file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, all_params, digest()))
     _log.warning("record_steps: %s gets the tokens of all prompts and answers", path)
-    return TeeRunner(runner, Recording(file, digest))
+    recording = Recording(file, digest)
+    if (adapters := find_adapters(built.shapes)) is not None:
+        adapters.on_load.append(recording.load_adapter)
+    return TeeRunner(runner, recording)

@@ -8,6 +8,7 @@ from jaxserve.core.scheduler.limits import SchedulerLimits
 from jaxserve.core.scheduler.policy import can_yield, choose_drained, must_yield
 from jaxserve.core.scheduler.running import Batch
 from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus, age
+from jaxserve.request import Adapter
 
 
 class AdapterSlots:
@@ -23,7 +24,8 @@ class AdapterSlots:
         self.held = dict.fromkeys(range(1, num_slots + 1), 0)  # generation by slot, least recently used first; 0: none
         self._batch = batch
         self._slots: dict[int, int] = {}  # by generation
-        self._writes: dict[int, int] = {}  # generation by slot, since the last plan
+        self._writes: dict[int, Adapter] = {}  # by slot, since the last plan
+        self._written: list[Adapter] = []  # by the last plan, whose step has to find their copies
         self._drained = 0
         self._first: Sequence | None = None  # the oldest of those for whom it is drained
 
@@ -88,7 +90,8 @@ class AdapterSlots:
             slot = min((slot for slot in idle if not self.held[slot]), default=idle[0])
             self._slots.pop(self.held[slot], None)
             self._slots[generation] = slot
-            self.held[slot] = self._writes[slot] = generation
+            assert sequence.request.adapter is not None
+            self.held[slot], self._writes[slot] = generation, sequence.request.adapter
         self.held[slot] = self.held.pop(slot)  # the most recently used
         return slot
 
@@ -99,7 +102,8 @@ class AdapterSlots:
 
     def take_writes(self) -> tuple[tuple[int, int], ...]:
         """Returns the (slot, generation) of adapters to write, since the last call."""
-        writes = tuple(self._writes.items())
+        self._written = list(self._writes.values())
+        writes = tuple((slot, adapter.generation) for slot, adapter in self._writes.items())
         self._writes.clear()
         return writes
 

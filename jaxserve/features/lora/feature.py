@@ -178,9 +178,7 @@ class AdapterBank(FeatureHost):
     def prepare(self, device: DeviceState, plan: StepPlan) -> None:
         """Writes the adapters that the plan's rows need, behind the steps in flight."""
         for slot, generation in plan.adapter_writes:
-            copy = self._store.find_copy(generation)
-            if copy is not None:  # else its sequence has ended before it was computed
-                self._write(device, copy, slot)
+            self._write(device, self._store.find_copy(generation), slot)
 
     def _write(self, device: DeviceState, copy: Any, slot: int) -> None:
         program = device.programs.get(_WRITE, None)

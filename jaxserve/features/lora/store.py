@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import threading
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
+
+import jax
+import numpy as np
 
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.lora_options import LoRARequest
@@ -33,6 +37,9 @@ class AdapterStore:
 
     A copy stays while a request or `num_copies` recent uses hold it; then a request has it read again, as another load.
 
+    Each of `on_load` is called with a load's generation, path and `digest_copy` before a request can have it, and
+    refuses it by an error.
+
     Args:
         read: a directory -> what a slot holds.
         num_copies: adapters to keep whether or not a request needs them, the most recently used.
@@ -41,6 +48,7 @@ class AdapterStore:
     def __init__(self, read: Callable[[Path], Any], num_copies: int) -> None:
         self.counts = AdapterCounts()
         self.check: Callable[[Path], None] = lambda folder: None  # before its matrices are read
+        self.on_load: list[Callable[[int, str, str], None]] = []
         self._read, self.num_copies = read, num_copies
         self._generations = itertools.count(1)
         self._requests: dict[str, LoRARequest] = {}  # by name: the number and the path that it has
@@ -48,6 +56,7 @@ class AdapterStore:
         self._current: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # by name: the last load
         self._live: WeakValueDictionary[int, Adapter] = WeakValueDictionary()  # by generation
         self._recent: OrderedDict[int, Adapter] = OrderedDict()  # by generation
+        self._kept: dict[int, Adapter] = {}  # likewise, of another store
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
     @property
@@ -80,11 +89,11 @@ class AdapterStore:
                 return known  # another thread has just read it
             try:
                 self.check(Path(wanted.lora_path))
-                copy = self._read(Path(wanted.lora_path))
+                adapter = Adapter(wanted.lora_name, next(self._generations), self.read(wanted.lora_path))
+                self._announce(adapter, wanted.lora_path)
             except Exception:
                 self.counts.refusals += 1
                 raise
-            adapter = Adapter(wanted.lora_name, next(self._generations), copy)
             with self._lock:
                 self._check(wanted, anew)
                 self._requests[wanted.lora_name], self._names[wanted.lora_int_id] = wanted, wanted.lora_name
@@ -95,6 +104,18 @@ class AdapterStore:
             self.counts.loads += 1
         _log.info("adapter %s: read from %s, load %d", wanted.lora_name, wanted.lora_path, adapter.generation)
         return adapter
+
+    def read(self, path: str) -> Any:
+        """Returns what a slot holds of an adapter that this store does not know; ConfigError, WeightsError."""
+        return self._read(Path(path))
+
+    def keep(self, generation: int, copy: Any) -> None:
+        """Holds a copy for the plans of another store, by that one's generation, until `drop`."""
+        self._kept[generation] = self._live[generation] = Adapter("", generation, copy)
+
+    def drop(self, generation: int) -> None:
+        """Holds a copy no longer."""
+        self._kept.pop(generation, None)
 
     def remove(self, name: str) -> bool:
         """Forgets an adapter, so that no later request has it; returns whether it was known. Running ones keep it."""
@@ -107,9 +128,13 @@ class AdapterStore:
         return request is not None
 
     def find_copy(self, generation: int) -> Any:
-        """Returns what a slot holds of a load; None if nobody needs it any more."""
-        adapter = self._live.get(generation)
-        return None if adapter is None else adapter.copy
+        """Returns what a slot holds of a load; KeyError if nobody needs it any more."""
+        return self._live[generation].copy
+
+    def _announce(self, adapter: Adapter, path: str) -> None:
+        digest = digest_copy(adapter.copy) if self.on_load else ""
+        for tell in self.on_load:
+            tell(adapter.generation, path, digest)
 
     def _find_known(self, wanted: LoRARequest, anew: bool) -> Adapter | None:
         with self._lock:
@@ -139,3 +164,11 @@ class AdapterStore:
         while len(self._recent) > self.num_copies:
             self._recent.popitem(last=False)
             self.counts.evictions += 1
+
+
+def digest_copy(copy: Any) -> str:
+    """Returns a digest of the arrays that a slot holds, equal for equal files on all machines."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(copy):
+        found.update(np.ascontiguousarray(leaf).view(np.uint8).data)
+    return found.hexdigest()[:32]

@@ -9,6 +9,7 @@ header (identity.py). The others have a `call`:
     failed    step, error     the call above, or the wait for the step's result, raised this
     reset
     weights   digest          parameters were replaced; `digest_params` afterwards
+    adapter   load, digest    an adapter was read, which later plans name by the number of its load
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -52,7 +54,7 @@ class RecordingFile:
             message = f"{path} cannot be made: {error.strerror}"
             raise ConfigError(message, field="record_steps", value=str(path)) from error
         self.close = weakref.finalize(self, os.close, self._descriptor)
-        self._path = path
+        self._path, self._lock = path, threading.Lock()
         self.write(header)
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -61,8 +63,9 @@ class RecordingFile:
             return
         data = memoryview(f"{_encode(line)}\n".encode())
         try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
+            with self._lock:  # adapters are read on other threads
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
         except OSError as error:
             _log.error("record_steps: nothing more is recorded: %s: %s", self._path, error.strerror)
             self.close()
@@ -106,6 +109,10 @@ class Recording:
     def end_write(self) -> None:
         """See `CallSink`."""
         self._file.write({"call": "weights", "digest": self._digest()})
+
+    def load_adapter(self, generation: int, path: str, digest: str) -> None:
+        """Notes a load that all nodes have; its path is not in the file, which may be replayed elsewhere."""
+        self._file.write({"call": "adapter", "load": generation, "digest": digest})
 
     def warm_thread(self) -> None:
         """See `CallSink`; tokens do not depend on it."""

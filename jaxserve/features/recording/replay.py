@@ -86,6 +86,7 @@ class ReplaySummary:
     num_failed: int = 0  # that failed when they were recorded
     num_resets: int = 0
     num_updates: int = 0  # of weights
+    num_loads: int = 0  # of adapters
     difference: Difference | None = None
 
 
@@ -104,6 +105,7 @@ class Replay:
     runner: Runner
     masks: MaskDecoder
     update_weights: Callable[[int], str]  # writes the weights of the n-th update, from 0; returns their digest
+    load_adapter: Callable[[int, str], None]  # has the adapter with a digest ready for plans, by the number of its load
     summary: ReplaySummary = field(default_factory=ReplaySummary)
 
     def __post_init__(self) -> None:
@@ -151,6 +153,9 @@ class Replay:
                 self.runner.reset()
             case "weights":
                 self._write_weights(line["digest"])
+            case "adapter":
+                self.load_adapter(line["load"], line["digest"])
+                self.summary.num_loads += 1
             case other:
                 raise ValueError(f"there is no call {other!r}")
 

@@ -137,5 +137,7 @@ def _add_replay(group: Any) -> None:
     command.add_argument("--model", metavar="MODEL", help="where the recorded model is here (default: the same path)")
     help_text = "checkpoint of weights that were written while steps were recorded; once for each time, in order"
     command.add_argument("--weights", action="append", default=[], metavar="DIR", help=help_text)
+    help_text = "LoRA adapter of the recorded requests; once for each, in any order"
+    command.add_argument("--adapter", action="append", default=[], metavar="PATH", help=help_text)
     options = {option.name: option for _, option in list_options(EngineConfig)}
     add_flag(command, options["compilation_cache_dir"])

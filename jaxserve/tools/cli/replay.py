@@ -33,7 +33,8 @@ def replay(args: argparse.Namespace) -> int:
     config = _read_config(reader.header, args)
     built = _build(reader.header, config)
     masks = MaskDecoder(num_words=-(-built.shapes.model.vocab_size // 32))
-    run = Replay(built.runner, masks, _make_update(reader.header, config, built, args.weights))
+    update = _make_update(reader.header, config, built, args.weights)
+    run = Replay(built.runner, masks, update, _read_adapters(built, args.adapter))
     is_whole = False
     try:
         with closing(reader), show_progress("Replaying steps", unit="bytes") as report:
@@ -145,6 +146,30 @@ def _make_update(
     return update
 
 
+def _read_adapters(built: BuiltRunner, paths: list[str]) -> Callable[[int, str], None]:
+    """Returns the function that has the adapter with a digest ready for plans, by the number of its load."""
+    from jaxserve.features.choose import find_adapters
+    from jaxserve.features.lora.store import digest_copy
+
+    store, copies = find_adapters(built.shapes), dict[str, Any]()
+    if store is None and paths:
+        raise RecordingError("the recorded engine had no adapters; leave it out", field="adapter", value=paths[0])
+    for path in paths if store is not None else ():
+        copy = store.read(path)
+        copies[digest_copy(copy)] = copy
+
+    def load(generation: int, digest: str) -> None:
+        if store is None or digest not in copies:
+            message = (
+                f"load {generation} is of an adapter with the digest {shorten(digest)}, which the recording does not "
+                f"hold; give its directory with --adapter PATH, once for each (here: {', '.join(copies) or 'none'})"
+            )
+            raise RecordingError(message, field="adapter", value=digest)
+        store.keep(generation, copies[digest])
+
+    return load
+
+
 def _print_summary(reader: RecordingReader, summary: ReplaySummary, path: str, *, is_whole: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -160,6 +185,7 @@ def _print_summary(reader: RecordingReader, summary: ReplaySummary, path: str, *
         "steps that failed when recorded": summary.num_failed,
         "resets": summary.num_resets,
         "new weights": summary.num_updates,
+        "loads of adapters": summary.num_loads,
     }
     for name, count in counts.items():
         table.add_row(name, f"{count:,}")

@@ -140,7 +140,6 @@ def test_requests_and_options_without_adapters_are_refused_by_name(adapters: lis
         ({"max_loras": 2}, "max_loras: needs enable_lora"),
         ({"enable_lora": True, "max_lora_rank": 12}, "max_lora_rank: must be one of 1, 8, 16"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras: must be at least max_loras=4"),
-        ({"enable_lora": True, "record_steps": "/tmp/steps"}, "record_steps: a recording holds no adapters"),
         ({"enable_lora": True, "fully_sharded_loras": True}, "fully_sharded_loras: "),
     ):
         with pytest.raises(ConfigError, match=message):

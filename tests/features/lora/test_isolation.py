@@ -57,7 +57,11 @@ class AdapterDevice(FakeDevice):
     def start(self, plan: StepPlan) -> FakeStep:
         for slot, generation in plan.adapter_writes:
             self._expect(1 <= slot <= self.num_slots, "there is no such slot")
-            self.slots[slot] = generation if self.store.find_copy(generation) is not None else -1
+            try:
+                self.store.find_copy(generation)
+            except KeyError:
+                self._expect(False, "the copy is gone before it was written")
+            self.slots[slot] = generation
             self.num_writes += 1
         self.row_slots |= {new_row.row: new_row.adapter for new_row in plan.new_rows}
         rows = (*plan.decode_rows, *(chunk.row for chunk in plan.chunks))

@@ -69,7 +69,7 @@ def replay(path: Path, updates: Callable[[int], Any] = lambda index: None) -> tu
         device.write_params(updates(index))
         return repr(device.weights)
 
-    run = Replay(device, MaskDecoder(-(-VOCAB // 32)), update)
+    run = Replay(device, MaskDecoder(-(-VOCAB // 32)), update, lambda load, digest: None)
     for _ in run.run(reader.lines()):
         pass
     reader.close()
@@ -228,7 +228,7 @@ def test_a_step_that_fails_only_in_the_replay_is_a_difference(tmp_path: Path) ->
     run_some(path)
     device = make_device()
     device.fail_next = RuntimeError("lost")
-    run = Replay(device, MaskDecoder(-(-VOCAB // 32)), lambda index: "")
+    run = Replay(device, MaskDecoder(-(-VOCAB // 32)), lambda index: "", lambda load, digest: None)
     list(run.run(RecordingReader(path).lines()))
     assert run.summary.difference is not None and run.summary.difference.error == "RuntimeError: lost"
 
