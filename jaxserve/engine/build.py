@@ -196,6 +196,9 @@ def build_engine(
     shapes, adapters = built.shapes, find_adapters(built.shapes)
     if adapters is not None:
         adapters.check = partial(check_tokenizer, tokenizer)
+        if followers is not None:
+            adapters.on_load.insert(0, followers.load_adapter)  # before a recording has it: another node may refuse
+            adapters.on_drop.append(followers.drop_adapter)
     factory = RequestFactory(
         tokenizer,
         vocab_size=shapes.model.vocab_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
@@ -16,6 +17,7 @@ from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.errors import ClusterError
 
 if TYPE_CHECKING:
+    from jaxserve.features.lora.store import AdapterStore
     from jaxserve.features.multinode.follower import Follower
 
 
@@ -37,6 +39,7 @@ def run_follower(
         ConfigError, DeviceError, WeightsError, CapacityError, ClusterError: name what to change; rank 0 is told.
     """
     from jaxserve.core.runtime.identity import digest_params
+    from jaxserve.features.choose import find_adapters
     from jaxserve.features.multinode.follower import Follower
     from jaxserve.features.multinode.processes import leave_processes
 
@@ -49,11 +52,28 @@ def run_follower(
             num_mask_words=built.runner.num_mask_words,
             open_update=lambda path: open_update(path, built.shapes, built.mesh),
             digest_params=lambda: digest_params(built.runner.all_params),
+            load_adapter=partial(_load_adapter, find_adapters(built.shapes)),
+            drop_adapter=partial(_drop_adapter, find_adapters(built.shapes)),
             additions=_compile_rest(built) if only_largest else queue.SimpleQueue(),
         )
         on_ready(follower)
         follower.run()
         leave_processes()
+
+
+def _load_adapter(store: AdapterStore | None, generation: int, path: str) -> str:
+    """Reads an adapter for rank 0's plans, and returns its digest; WeightsError, ConfigError: it cannot be read."""
+    from jaxserve.features.lora.store import digest_copy
+
+    assert store is not None
+    copy = store.read(path)
+    store.keep(generation, copy)
+    return digest_copy(copy)
+
+
+def _drop_adapter(store: AdapterStore | None, generation: int) -> None:
+    assert store is not None
+    store.drop(generation)
 
 
 def _compile_rest(built: BuiltRunner) -> queue.SimpleQueue[Callable[[], None]]:

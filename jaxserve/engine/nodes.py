@@ -155,9 +155,6 @@ def refuse_with_nodes(config: EngineConfig, *, has_processor: bool = False) -> N
     if config.cache.kv_offloading_size is not None:
         message = f"keeps pages in the memory of one node; leave it out with nnodes={config.nodes.nnodes}"
         raise ConfigError(message, field="kv_offloading_size", value=config.cache.kv_offloading_size)
-    if config.lora.enable_lora:
-        message = f"adapters are served by one node; leave it out with nnodes={config.nodes.nnodes}"
-        raise ConfigError(message, field="enable_lora", value=True)
 
 
 @contextlib.contextmanager

@@ -74,15 +74,15 @@ def _is_free(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def launch(*flags: str, port: int, devices: int, token: str | None = TOKEN) -> Node:
-    """Starts `jaxserve serve` on some CPU devices, where the node's code may use no collective."""
+def launch(*flags: str, port: int, devices: int, token: str | None = TOKEN, folder: Path = ROOT) -> Node:
+    """Starts `jaxserve serve` in a folder, on some CPU devices, where the node's code may use no collective."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     environment |= {} if token is None else {"JAXSERVE_CLUSTER_TOKEN": token}
     command = [sys.executable, str(ROOT / "tests/nodes/strict.py"), "serve", *flags]
     command += ["--compilation-cache-dir", str(PROGRAMS)]
     process = subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,8 +38,9 @@ class AdapterStore:
 
     A copy stays while a request or `num_copies` recent uses hold it; then a request has it read again, as another load.
 
-    Each of `on_load` is called with a load's generation, path and `digest_copy` before a request can have it, and
-    refuses it by an error.
+    Others hear of each load: other nodes, which read the files on their own, and a recording. Each of `on_load` is
+    called with the load's generation, path and `digest_copy` before a request can have it, and refuses it by an error.
+    Each of `on_drop` is called with the generation when the copy is gone, at any time and on any thread.
 
     Args:
         read: a directory -> what a slot holds.
@@ -49,6 +51,7 @@ class AdapterStore:
         self.counts = AdapterCounts()
         self.check: Callable[[Path], None] = lambda folder: None  # before its matrices are read
         self.on_load: list[Callable[[int, str, str], None]] = []
+        self.on_drop: list[Callable[[int], object]] = []
         self._read, self.num_copies = read, num_copies
         self._generations = itertools.count(1)
         self._requests: dict[str, LoRARequest] = {}  # by name: the number and the path that it has
@@ -135,6 +138,8 @@ class AdapterStore:
         digest = digest_copy(adapter.copy) if self.on_load else ""
         for tell in self.on_load:
             tell(adapter.generation, path, digest)
+        for tell_drop in self.on_drop:
+            weakref.finalize(adapter, tell_drop, adapter.generation).atexit = False
 
     def _find_known(self, wanted: LoRARequest, anew: bool) -> Adapter | None:
         with self._lock:

@@ -30,6 +30,8 @@ class Follower:
         num_mask_words: of 32 bits, in a line of a mask.
         open_update: returns new weights for the path that rank 0 sent.
         digest_params: takes this node's part in a digest of the weights.
+        load_adapter: reads the adapter of a generation from a path, keeps it, and returns its digest.
+        drop_adapter: keeps it no longer.
         additions: changes to the programs in use, of those compiled meanwhile.
     """
 
@@ -41,13 +43,21 @@ class Follower:
         num_mask_words: int,
         open_update: Callable[[str], ParamUpdates],
         digest_params: Callable[[], object],
+        load_adapter: Callable[[int, str], str],
+        drop_adapter: Callable[[int], None],
         additions: queue.SimpleQueue[Callable[[], None]],
     ) -> None:
         self.num_steps = 0  # started
         self.last_call: float | None = None  # time.monotonic of rank 0's last
         self._group, self._runner = group, runner
-        self._open_update, self._additions = open_update, additions
-        self._plain_calls = {"reset": self._reset, "warm": runner.warm_thread, "digest": digest_params}
+        self._additions = additions
+        self._open_update, self._load_adapter, self._drop_adapter = open_update, load_adapter, drop_adapter
+        self._plain_calls = {
+            "reset": self._reset,
+            "warm": runner.warm_thread,
+            "digest": digest_params,
+            "programs": self._add_programs,
+        }
         self._plans, self._masks = PlanDecoder(), MaskDecoder(num_mask_words)
         self._started: dict[int, StartedStep] = {}
         self._futures: queue.SimpleQueue[tuple[int, StepFuture | None]] = queue.SimpleQueue()
@@ -86,8 +96,10 @@ class Follower:
                 return partial(self._sample, call["step"], self._started.pop(call["step"]), mask)
             case "weights":
                 return lambda: self._runner.write_params(self._open_update(call["path"]))
-            case "programs":
-                return self._additions.get()
+            case "adapter":
+                return partial(self._start_loading, call["load"], call["path"])
+            case "drop":
+                return partial(self._drop_adapters, call["loads"])
             case name if name in self._plain_calls:
                 return self._plain_calls[name]
             case other:
@@ -110,6 +122,25 @@ class Follower:
             self._futures.put((step, None))
         self._started.clear()
         self._runner.reset()
+
+    def _start_loading(self, generation: int, path: str) -> None:
+        """Has a thread read an adapter, while steps go on; what is wrong with it is an answer and no fault here."""
+
+        def load() -> None:
+            try:
+                answer = {"digest": self._load_adapter(generation, path)}
+            except Exception as error:
+                answer = {"error": str(error) or repr(error)}
+            self._group.send({"loaded": generation, **answer})
+
+        threading.Thread(target=load, name="jaxserve-adapter", daemon=True).start()
+
+    def _drop_adapters(self, generations: list[int]) -> None:
+        for generation in generations:
+            self._drop_adapter(generation)
+
+    def _add_programs(self) -> None:
+        self._additions.get()()
 
     def _answer(self) -> None:
         """Waits for each step, and says that it and all before have ended; on a thread of its own."""

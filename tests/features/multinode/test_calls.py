@@ -7,6 +7,7 @@ import queue
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxserve.core.pages import PageManager
 from jaxserve.core.runtime.tee import TeeRunner
 from jaxserve.core.scheduler import Scheduler
 from jaxserve.engine.engine import Engine
-from jaxserve.errors import ClusterError
+from jaxserve.errors import ClusterError, WeightsError
 from jaxserve.features.multinode.follower import Follower
 from jaxserve.features.multinode.leader import Followers
 from jaxserve.request import Request
@@ -35,7 +36,17 @@ class Journal:
 
     def __init__(self) -> None:
         self.device, self.calls = make_device(), []  # type: ignore[var-annotated]
+        self.loads: set[int] = set()  # generations of adapters that are kept
+        self.is_read = threading.Event()  # the adapter that is slow
         self.counts, self.num_programs, self.num_compiles = self.device.counts, 0, 0
+
+    def load(self, generation: int, path: str) -> str:
+        if path == "slow":
+            assert self.is_read.wait(20)
+        if path == "missing":
+            raise WeightsError("there is no such directory", field="adapter_config.json")
+        self.loads.add(generation)
+        return f"digest of {path}"
 
     def start(self, plan: Any) -> Any:
         self.calls.append(plan)
@@ -74,6 +85,8 @@ def pair(**options: Any) -> Iterator[tuple[Engine, Followers, list[Journal], Fol
             num_mask_words=-(-VOCAB // 32),
             open_update=lambda path: SimpleNamespace(path=path),  # type: ignore[arg-type, return-value]
             digest_params=lambda: journals[1].calls.append("digest"),
+            load_adapter=journals[1].load,
+            drop_adapter=journals[1].loads.discard,
             additions=additions,
         )
         running = threading.Thread(target=run_quietly, args=(follower,))
@@ -158,6 +171,52 @@ def test_a_step_that_never_ends_there_is_named(monkeypatch: pytest.MonkeyPatch) 
         ended.set()
 
 
+def test_an_adapter_is_read_by_all_or_held_by_none() -> None:
+    with pair() as (engine, followers, journals, _, losses):
+        followers.load_adapter(1, "good", "digest of good")
+        with pytest.raises(WeightsError, match=r"rank 1: adapter_config.json: there is no such directory"):
+            followers.load_adapter(2, "missing", "digest of missing")
+        with pytest.raises(WeightsError, match=r"rank 1: has other files at other than rank 0"):
+            followers.load_adapter(3, "other", "digest of rank 0's")
+        followers.drop_adapter(1)
+        followers.load_adapter(4, "good", "digest of good")
+        run_one(engine)
+        assert journals[1].loads == {4}
+    assert losses.empty()
+
+
+def test_steps_go_on_while_another_node_reads_an_adapter() -> None:
+    with pair() as (engine, followers, journals, follower, losses):
+        loading = threading.Thread(target=followers.load_adapter, args=(1, "slow", "digest of slow"))
+        loading.start()
+        run_one(engine)
+        engine.drain()
+        deadline = time.monotonic() + 20
+        while follower.num_steps < len(journals[0].device.plans) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert loading.is_alive() and follower.num_steps == len(journals[0].device.plans) > 0
+        journals[1].is_read.set()
+        loading.join(20)
+        assert journals[1].loads == {1} and not loading.is_alive()
+    assert losses.empty()
+
+
+def test_who_waits_for_an_adapter_hears_of_the_end() -> None:
+    with pair() as (_, followers, journals, _, _):
+        failures: queue.SimpleQueue[ClusterError] = queue.SimpleQueue()
+
+        def load() -> None:
+            try:
+                followers.load_adapter(1, "slow", "digest of slow")
+            except ClusterError as error:
+                failures.put(error)
+
+        threading.Thread(target=load, daemon=True).start()
+        followers._group.lose(ClusterError("is gone", field="rank 1"))
+        assert str(failures.get(timeout=20)) == "nnodes: the group has ended"
+        journals[1].is_read.set()
+
+
 def test_a_malformed_call_is_refused() -> None:
     with join(2) as (leader, (group,), _):
         follower = Follower(
@@ -166,6 +225,8 @@ def test_a_malformed_call_is_refused() -> None:
             num_mask_words=1,
             open_update=lambda path: {},
             digest_params=lambda: None,
+            load_adapter=lambda generation, path: "",
+            drop_adapter=lambda generation: None,
             additions=queue.SimpleQueue(),
         )
         leader.send({"call": "run", "code": "1"})
