@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -119,6 +120,8 @@ def list_contexts(
     """Returns the context of each layer, but for its pool and its own input; the arguments are those of `forward`."""
     ropes = {kind.rope for kind in config.layers} - {None}
     tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
+    # Left alone, XLA computes cosines and sines anew in every rotation, for each head.
+    tables = lax.optimization_barrier(tables)
     return [
         LayerContext(
             mesh=mesh,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +23,9 @@ from jaxserve.core.layers.rope import (
     rotary_table,
     rotate,
 )
+from jaxserve.core.models.decoder import CacheLayout, list_contexts
+from jaxserve.families.registry import parse_config
+from jaxserve.presets import load_preset
 from tests.examples import scale_examples
 
 DIM = 64
@@ -120,3 +126,20 @@ def test_dimensions_beyond_the_rotary_ones_pass_through():
 def test_rotation_keeps_the_dtype():
     cos, sin = rotary_table(RopeConfig(rotary_dim=DIM, theta=1e4), jnp.arange(2), 8)
     assert rotate(jnp.ones((2, 1, DIM), jnp.bfloat16), cos, sin).dtype == jnp.bfloat16
+
+
+def test_layers_share_the_table_of_a_step() -> None:
+    """XLA would put cosines into each fusion that rotates: as many as layers times heads."""
+    config = parse_config(load_preset("llama-30m") or {})
+    layout = CacheLayout((0,) * config.num_layers, (0,) * config.num_layers, (0,))
+
+    def rotate_in_layers(x: jax.Array, positions: jax.Array) -> jax.Array:
+        batch: Any = SimpleNamespace(positions=positions)
+        for context in list_contexts(config, (batch,), layout, None, only_stores=False):
+            assert context.rotary is not None
+            x = rotate(x, *context.rotary) @ jnp.ones((64, 64))
+        return x
+
+    arguments = jnp.ones((16, 8, 64)), jnp.arange(16)
+    program = jax.jit(rotate_in_layers).lower(*arguments).compile().as_text()
+    assert program.count(" cosine(") == program.count(" sine(") == 1
