@@ -288,6 +288,9 @@ def build_runner(
     if shapes.experts is not None:
         level = logging.WARNING if shapes.experts.is_slow else logging.INFO
         _log.log(level, "experts: %s, %s", shapes.experts.impl, shapes.experts.reason)
+    if shapes.recurrence is not None:
+        level = logging.WARNING if shapes.recurrence.is_slow else logging.INFO
+        _log.log(level, "recurrent states: %s, %s", shapes.recurrence.impl, shapes.recurrence.reason)
     weights = describe_weights(shapes.model)
     if weights is not None:
         _log.info("weights: %s, %.2f GiB on each device", weights, estimate_use(shapes).params / GIB)

@@ -207,6 +207,9 @@ def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     if shapes.experts is not None:
         lines.append(f"experts, {shapes.experts.impl}: {shapes.experts.reason}")
         is_slow |= shapes.experts.is_slow
+    if shapes.recurrence is not None:
+        lines.append(f"recurrent states, {shapes.recurrence.impl}: {shapes.recurrence.reason}")
+        is_slow |= shapes.recurrence.is_slow
     weights = describe_weights(shapes.model)
     if weights is not None:
         lines.append(f"weights, {weights}: products with {shapes.model.dtype}, which is more exact than fewer bits")

@@ -1,4 +1,4 @@
-"""Compiles a target's kernels, attention and grouped products, and prints a JSON line per program.
+"""Compiles a target's kernels, attention, grouped products and recurrent rules, and prints a JSON line per program.
 
     python -m pallas_kernels.testing.kernel_gate h200 --json
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pallas_kernels.targets import Target, find_target, open_devices
-from pallas_kernels.testing import gate_shapes, grouped_gate
+from pallas_kernels.testing import gate_shapes, grouped_gate, recurrent_gate
 from pallas_kernels.testing.compile_gate import Gate, choose_names, make_parser, measure_attention, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
 
@@ -23,6 +23,8 @@ def list_programs(target: Target, *, full: bool) -> dict[str, Callable[..., Prog
     found = {program.name: partial(measure_attention, program=program) for program in attention}
     for name, shape, num_tokens in grouped_gate.list_programs(target, full=full):
         found[name] = partial(grouped_gate.measure_grouped, name=name, shape=shape, num_tokens=num_tokens)
+    for program in recurrent_gate.list_programs(target, full=full):
+        found[program.name] = partial(recurrent_gate.measure_recurrent, program=program)
     return found
 
 

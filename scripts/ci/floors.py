@@ -74,10 +74,12 @@ ACCELERATOR_FILES = tuple(
         *(
             "grouped/hopper",
             "grouped/tpu",
+            "recurrent/tpu",
             "testing/compile_gate",
             "testing/gate_",
             "testing/grouped_gate",
             "testing/kernel_gate",
+            "testing/recurrent_gate",
         ),
     )
 )

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from pallas_kernels.targets import TARGETS, Target, find_target
-from pallas_kernels.testing import grouped_gate, kernel_gate
+from pallas_kernels.testing import grouped_gate, kernel_gate, recurrent_gate
 from pallas_kernels.testing.compile_gate import Gate, capture_output
 from pallas_kernels.testing.gate_report import (
     KernelUse,
@@ -385,11 +385,12 @@ def test_the_samples_have_every_kind_of_shape_on_some_target(impl: str) -> None:
     )
 
 
-def test_names_of_attention_and_of_grouped_products_differ() -> None:
+def test_names_of_all_kernels_programs_differ() -> None:
     for target in TARGETS.values():
         grouped = grouped_gate.list_programs(target, full=True)
         attention = list_programs(target) + list_tuned_programs(target)
-        assert len(kernel_gate.list_programs(target, full=True)) == len(grouped) + len(attention)
+        others = len(grouped) + len(recurrent_gate.list_programs(target, full=True))
+        assert len(kernel_gate.list_programs(target, full=True)) == len(attention) + others
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -402,6 +403,12 @@ def test_the_samples_of_grouped_products_have_both_kernels_on_one_target(platfor
     assert all(samples.values())
     kinds = [{(shape.quantized is None, tokens) for _, shape, tokens in sample} for sample in samples.values()]
     assert any(len(kind) == 4 for kind in kinds), "16 bits and few, in the decode and the mixed bucket"
+
+
+def test_the_samples_of_recurrent_rules_are_programs() -> None:
+    for name, sample in recurrent_gate.SAMPLES.items():
+        assert len(recurrent_gate.list_programs(TARGETS[name], full=False)) == len(sample) > 0
+    assert not recurrent_gate.list_programs(TARGETS["a100"], full=True)
 
 
 def test_the_sample_of_tight_ones_has_every_bucket() -> None:

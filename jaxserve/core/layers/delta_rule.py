@@ -18,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.core.layers.context import StateSlots
 from jaxserve.core.layers.ragged import TILE, accumulate_decay, einsum, run_recurrence, take_valid
+from pallas_kernels.recurrent.api import apply_delta_rule
+from pallas_kernels.recurrent.spec import DeltaTokens, StateRows
 from pallas_kernels.spec import BatchMeta
 
 _EPS = 1e-6  # inside the root of q's and k's lengths
@@ -60,12 +62,35 @@ class _Matrices(NamedTuple):
 
 
 def apply_rule(
-    sizes: HeadSizes, inputs: RuleInputs, pool: jax.Array, offset: int, batch: BatchMeta, slots: StateSlots
+    sizes: HeadSizes,
+    inputs: RuleInputs,
+    pool: jax.Array,
+    offset: int,
+    batch: BatchMeta,
+    slots: StateSlots,
+    impl: str = "xla",
 ) -> tuple[Float[Array, "T N B"], jax.Array]:
-    """Returns the answers in the channels' dtype, zeros for padding, and the pool [L, R, N, A, B] after the step."""
+    """Returns the answers in the channels' dtype, zeros for padding, and the pool [L, R, N, A, B] after the step.
+
+    `impl` is a kernel (pallas_kernels/recurrent), or "xla" for the form below.
+    """
+    if impl != "xla":
+        q, k, v = _split(sizes, inputs.channels.astype(jnp.float32))
+        rows = StateRows(batch.query_start_loc, slots.read, slots.write)
+        tokens = DeltaTokens(q, k, v, inputs.decay, inputs.beta)
+        out, pool = apply_delta_rule(tokens, pool, offset, rows, impl=impl)
+        return out.astype(inputs.channels.dtype), pool
     shape = len(inputs.channels), sizes.keys * sizes.group, sizes.value_dim
     answers = jax.ShapeDtypeStruct(shape, inputs.channels.dtype)
     return run_recurrence(_DeltaRule(sizes, inputs), answers, pool, offset, batch, slots)
+
+
+def _split(sizes: HeadSizes, channels: Float[Array, "*n K 2A+rB"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries and keys [*n, K, A] of their final lengths, and values [*n, N, B], of channels in float32."""
+    size = sizes.key_dim
+    q, k, v = channels[..., :size], channels[..., size : 2 * size], channels[..., 2 * size :]
+    q, k = (each * lax.rsqrt(jnp.sum(each * each, axis=-1, keepdims=True) + _EPS) for each in (q, k))
+    return q * size**-0.5, k, v.reshape(*v.shape[:-2], sizes.keys * sizes.group, sizes.value_dim)
 
 
 @dataclass(frozen=True)
@@ -78,11 +103,8 @@ class _DeltaRule:
     def take(self, ids: Int[Array, "*n"], valid: Bool[Array, "*n"]) -> _Tokens:
         """See `Recurrence.take`."""
         sizes, inputs = self.sizes, self.inputs
-        size, channels = sizes.key_dim, take_valid(inputs.channels, ids, valid)
-        q, k, v = channels[..., :size], channels[..., size : 2 * size], channels[..., 2 * size :]
-        q, k = (each * lax.rsqrt(jnp.sum(each * each, axis=-1, keepdims=True) + _EPS) for each in (q, k))
-        q, k = (jnp.repeat(each, sizes.group, axis=-2) for each in (q * size**-0.5, k))
-        v = v.reshape(*q.shape[:-1], sizes.value_dim)
+        q, k, v = _split(sizes, take_valid(inputs.channels, ids, valid))
+        q, k = (jnp.repeat(each, sizes.group, axis=-2) for each in (q, k))
         return _Tokens(q, k, v, take_valid(inputs.decay, ids, valid), take_valid(inputs.beta, ids, valid))
 
     def step(

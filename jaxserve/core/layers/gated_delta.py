@@ -38,7 +38,7 @@ class GatedDeltaConfig:
     `conv_size` counts the inputs of the convolution, the token's own included. `state_dtype` is that of the heads'
     states; the inputs that are kept have the model's. On a mesh, devices share the key heads. `beta_scale` multiplies
     the sigmoids that beta is made of: with 2, what a token changes may be turned round. `norm_eps` is that of the norm
-    in the block, if not the model's.
+    in the block, if not the model's. `impl`: of the rule (pallas_kernels/recurrent).
     """
 
     num_key_heads: int
@@ -50,6 +50,7 @@ class GatedDeltaConfig:
     state_dtype: str = "float32"
     beta_scale: float = 1.0
     norm_eps: float | None = None
+    impl: str = "xla"
 
     causal = True
 
@@ -123,7 +124,7 @@ def _mix_here(
     steps = jax.nn.softplus(a.reshape(tokens, -1) + leaves["decay_bias"])
     beta = config.beta_scale * jax.nn.sigmoid(b).reshape(tokens, -1)
     read = RuleInputs(channels, -jnp.exp(leaves["decay"]) * steps, beta)
-    out, state = apply_rule(sizes, read, pool[_STATE], offset, batch, slots)
+    out, state = apply_rule(sizes, read, pool[_STATE], offset, batch, slots, config.impl)
     norm = norm if config.norm_eps is None else replace(norm, eps=config.norm_eps)
     normed = leaves["out_norm"] * normalize_plainly(norm, out)
     gates = gates.reshape(normed.shape).astype(jnp.float32)

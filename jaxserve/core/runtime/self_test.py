@@ -1,4 +1,5 @@
-"""Tests the chosen kernels on the device, at the start of an engine: attention, experts, quantized projections."""
+"""Tests the chosen kernels on the device, at the start of an engine: attention, experts, recurrent states, quantized
+projections."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.core.runtime.experts import confirm_experts
 from jaxserve.core.runtime.products import confirm_products
+from jaxserve.core.runtime.recurrence import confirm_recurrence
 from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.errors import ConfigError, DeviceError
 from pallas_kernels.backends import find_backend
@@ -19,17 +21,20 @@ _log = logging.getLogger(__name__)
 
 
 def confirm_kernels(shapes: Shapes, device: jax.Device) -> Shapes:
-    """Returns the shapes with implementations that work on the device: `confirm_attention`, and the products of
-    experts and of quantized projections.
+    """Returns the shapes with implementations that work on the device: `confirm_attention`, recurrent states, and
+    the products of experts and of quantized projections.
 
     Raises: as `confirm_attention`.
     """
     shapes = confirm_attention(shapes, device)
     shapes = replace(shapes, model=confirm_products(shapes.model, device))
-    if shapes.experts is None:
-        return shapes
-    model, experts = confirm_experts(shapes.model, shapes.experts, device)
-    return replace(shapes, model=model, experts=experts)
+    if shapes.experts is not None:
+        model, experts = confirm_experts(shapes.model, shapes.experts, device)
+        shapes = replace(shapes, model=model, experts=experts)
+    if shapes.recurrence is not None:
+        model, recurrence = confirm_recurrence(shapes.model, shapes.recurrence, device)
+        shapes = replace(shapes, model=model, recurrence=recurrence)
+    return shapes
 
 
 def confirm_attention(shapes: Shapes, device: jax.Device) -> Shapes:

@@ -14,6 +14,7 @@ from jaxserve.core.runtime.buckets import BucketTable, choose_verify_sizes, make
 from jaxserve.core.runtime.experts import ExpertChoice, choose_experts
 from jaxserve.core.runtime.inputs import StateShape
 from jaxserve.core.runtime.products import choose_products
+from jaxserve.core.runtime.recurrence import RecurrenceChoice, choose_recurrence
 from jaxserve.core.runtime.restrictions import find_snapshot_grid, find_state_edge, restrict_options
 from jaxserve.core.runtime.rows import SampleVariant, list_variants
 from jaxserve.core.sampling.drafts import count_reach
@@ -46,6 +47,7 @@ class Sizes:
     fell_back: bool = False  # to portable attention on an accelerator, without being asked
     processor: LogitsProcessor | None = None
     experts: ExpertChoice | None = None
+    recurrence: RecurrenceChoice | None = None
     must_cache_prefixes: bool = False  # enable_prefix_caching was given, not chosen
 
     @property
@@ -176,6 +178,10 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
     model = choose_products(model, num_devices, platform, device_kind)
     model = replace(model, few_rows=_choose_few_rows(config, model, platform))
     model, experts = choose_experts(model, num_devices, platform, device_kind)
+    largest = buckets.largest
+    model, recurrence = choose_recurrence(
+        model, num_devices, platform, device_kind, largest.tokens, max(buckets.row_counts)
+    )
     return Sizes(
         config,
         model,
@@ -188,6 +194,7 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
         reason,
         fell_back,
         experts=experts,
+        recurrence=recurrence,
         must_cache_prefixes=must_cache,
     )
 

@@ -14,6 +14,7 @@ import pytest
 from jaxserve.core.layers.convolution import convolve
 from jaxserve.core.layers.delta_rule import HeadSizes, RuleInputs, apply_rule, invert_unit_lower
 from jaxserve.core.layers.ragged import TILE
+from jaxserve.core.layers.recurrent import choose_slots
 from tests.core.layers.ragged_steps import (
     LAYER,
     MOST,
@@ -27,6 +28,7 @@ from tests.core.layers.ragged_steps import (
     run,
     split_step,
 )
+from tests.pallas_kernels.compiling import compile_quickly
 
 SIZES = HeadSizes(keys=2, group=2, key_dim=16, value_dim=8)
 N, A, B = SIZES.keys * SIZES.group, SIZES.key_dim, SIZES.value_dim
@@ -145,6 +147,25 @@ def test_a_state_that_is_not_finite_stays_in_its_row() -> None:
     assert np.isnan(found).any() and np.isfinite(kept).all()
     (after,), pool = run(RULE, [Chunk(0, good, 0)], pool)
     np.testing.assert_array_equal(after, kept)
+
+
+def test_a_kernel_gives_the_answers_of_xla() -> None:
+    """In chunks and single tokens, over the same channels."""
+    random, sizes = np.random.default_rng(5), HeadSizes(keys=1, group=2, key_dim=128, value_dim=128)
+    channels = random.standard_normal((12, 1, 512)).astype(np.float32)
+    decay, beta = random.random((2, 12, 2)).astype(np.float32)
+    inputs = RuleInputs(jnp.asarray(channels), jnp.asarray(-decay), jnp.asarray(beta))
+    pool = jnp.asarray(random.standard_normal((2, 3, 2, 128, 128)).astype(np.float32))
+    row_ids, seq_lens, starts = (jnp.asarray(each) for each in ([0, 2, 3], [7, 80, 0], [0, 7, 8, 8]))
+    slots = choose_slots(row_ids, seq_lens, jnp.diff(starts), 3)
+    batch: Any = SimpleNamespace(seq_lens=seq_lens, query_start_loc=starts, max_query_len=None)
+    with compile_quickly():
+        (want, after), (got, found) = (
+            jax.jit(lambda impl=impl: apply_rule(sizes, inputs, pool, 1, batch, slots, impl))()
+            for impl in ("xla", "tpu_interpret")
+        )
+    np.testing.assert_allclose(got, want, atol=MOST)
+    np.testing.assert_allclose(found, after, atol=MOST)
 
 
 def test_the_inverse_holds_where_keys_are_alike() -> None:

@@ -1,0 +1,177 @@
+"""Kernels of recurrent rules in their interpreters, against recurrences in float64."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.recurrent.api import apply_delta_rule, choose_recurrent_impl
+from pallas_kernels.recurrent.self_test import find_fault, recur
+from pallas_kernels.recurrent.spec import DeltaShape, DeltaTokens, StateRows
+
+IMPLS = ("tpu_interpret",)
+KEYS, GROUP, DIM = 1, 2, 128
+HEADS = KEYS * GROUP
+TOKENS, ROWS, SLOTS, LAYERS, LAYER = 40, 5, 6, 2, 1
+MOST = 1e-5  # error
+
+
+def draw_tokens(random: np.random.Generator, length: int) -> DeltaTokens:
+    """Random tokens; now and then with equal keys, with betas near 1 or of 2, and with no decay or a total one."""
+    q, k = random.standard_normal((2, length, KEYS, DIM)).astype(np.float32)
+    if random.random() < 0.4:
+        k[:] = k[:1]
+    q, k = (each / np.linalg.norm(each, axis=-1, keepdims=True) for each in (q, k))
+    shape = (length, HEADS)
+    betas = [random.random(shape), np.full(shape, 0.999), np.full(shape, 2.0)]
+    decays = [np.zeros(shape), np.full(shape, -30.0), -random.random(shape), random.choice([0.0, -1e-3, -30.0], shape)]
+    beta, decay = betas[int(random.integers(3))], decays[int(random.integers(4))]
+    v = random.standard_normal((length, HEADS, DIM)).astype(np.float32)
+    return DeltaTokens(q / np.sqrt(DIM), k, v, decay.astype(np.float32), beta.astype(np.float32))
+
+
+def join(texts: list[DeltaTokens]) -> DeltaTokens:
+    """The tokens of a step: those of some rows, then nobody's, which are NaN."""
+    spare = TOKENS - sum(len(text.v) for text in texts)
+    parts = zip(*texts, strict=True)
+    joined = (np.concatenate([*each, np.full((spare, *each[0].shape[1:]), np.nan, np.float32)]) for each in parts)
+    return DeltaTokens(*joined)
+
+
+def _run(tokens: DeltaTokens, pool: jax.Array, starts: jax.Array, read: jax.Array, write: jax.Array, impl: str) -> Any:
+    return apply_delta_rule(tokens, pool, LAYER, StateRows(starts, read, write), impl=impl)
+
+
+_run_step = jax.jit(_run, static_argnames="impl")
+
+
+def run(
+    texts: list[DeltaTokens], pool: Any, read: list[int], write: list[int], impl: str
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """The answers of each row, and the pool."""
+    lengths = [len(text.v) for text in texts]
+    starts = np.full(ROWS + 1, sum(lengths), np.int32)
+    starts[: len(lengths) + 1] = np.cumsum([0, *lengths])
+    slots = (np.asarray(each + [SLOTS] * (ROWS - len(each)), np.int32) for each in (read, write))
+    out, pool = (np.asarray(each) for each in _run_step(join(texts), pool, starts, *slots, impl=impl))
+    assert not out[starts[-1] :].any(), "padding has no answer"
+    return [out[first:last] for first, last in itertools.pairwise(starts)], pool
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_ragged_steps_equal_the_recurrence(impl: str) -> None:
+    """30 steps: rows begin, go on by tokens or chunks, or have none."""
+    random, pool = np.random.default_rng(0), np.full((LAYERS, SLOTS, HEADS, DIM, DIM), np.nan, np.float32)
+    states: dict[int, np.ndarray] = {}
+    for _ in range(30):
+        lengths = [int(random.choice([0, 1, 1, 2, 7])) for _ in range(int(random.integers(1, ROWS + 1)))]
+        texts, rows = [draw_tokens(random, length) for length in lengths], random.permutation(SLOTS).tolist()
+        read, write, expected = [], [], []
+        for row, text in zip(rows, texts, strict=False):
+            goes_on = row in states and random.random() < 0.8
+            state = states[row] if goes_on else np.zeros((HEADS, DIM, DIM))
+            read.append(row if goes_on else SLOTS)
+            write.append(row)
+            answers, after = recur(text, state)
+            expected.append(answers)
+            states |= {row: after} if len(text.v) else {}
+        found, pool = run(texts, pool, read, write, impl)
+        for got, want in zip(found, expected, strict=False):
+            np.testing.assert_allclose(got, want, rtol=0, atol=MOST)
+        for row, state in states.items():
+            np.testing.assert_allclose(pool[LAYER, row], state, rtol=0, atol=MOST * max(1, np.abs(state).max()))
+    assert np.isnan(pool[0]).all(), "another layer's states are not touched"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_any_cut_gives_the_bits_of_the_whole(impl: str) -> None:
+    """Beside any neighbours."""
+    random = np.random.default_rng(1)
+    text, other = draw_tokens(random, 21), draw_tokens(random, 9)
+    pool = np.zeros((LAYERS, SLOTS, HEADS, DIM, DIM), np.float32)
+    (whole, *_), left = run([text], pool, [SLOTS], [3], impl)
+    pieces, at = [], 0
+    for size in (1, 13, 7):
+        piece = DeltaTokens(*(each[at : at + size] for each in text))
+        (_, found, *_), pool = run([other, piece], pool, [SLOTS, 3 if at else SLOTS], [1, 3], impl)
+        pieces.append(found)
+        at += size
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+    np.testing.assert_array_equal(pool[LAYER, 3], left[LAYER, 3])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_state_that_is_not_finite_stays_in_its_row(impl: str) -> None:
+    random = np.random.default_rng(2)
+    bad, good = draw_tokens(random, 3), draw_tokens(random, 3)
+    bad.v[1] = np.nan
+    pool = np.full((LAYERS, SLOTS, HEADS, DIM, DIM), np.nan, np.float32)
+    (broken, kept, *_), _ = run([bad, good], pool, [SLOTS] * 2, [0, 1], impl)
+    assert np.isnan(broken).any() and np.isfinite(kept).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_the_self_test_finds_no_fault(impl: str, state_dtype: str) -> None:
+    """In several steps of the grid, with an odd group."""
+    assert find_fault(impl, DeltaShape(3, 1, DIM, DIM, state_dtype, 8), 3) is None
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_self_test_finds_wrong_values(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(tokens: DeltaTokens, *rest: Any, **options: Any) -> Any:
+        return apply_delta_rule(tokens._replace(decay=1.01 * tokens.decay), *rest, **options)
+
+    monkeypatch.setattr("pallas_kernels.recurrent.self_test.apply_delta_rule", forget)
+    found = find_fault(impl, DeltaShape(1, 1, DIM, DIM, "float32", 4), 2)
+    assert found is not None and "of the largest number" in found
+
+
+def test_the_self_test_names_what_a_compiler_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such core\nmore")
+
+    monkeypatch.setattr("pallas_kernels.recurrent.self_test.apply_delta_rule", fail)
+    assert find_fault("tpu", DeltaShape(1, 1, DIM, DIM, "float32", 4), 2) == "RuntimeError: no such core"
+
+
+QWEN = DeltaShape(16, 2, 128, 128, "float32", 2048)
+
+
+@pytest.mark.parametrize(
+    ("shape", "platform", "kind", "chosen", "said"),
+    [
+        (QWEN, "tpu", "TPU v5 lite", "tpu", "compiled for TPU v5 lite"),
+        (QWEN, "tpu", "TPU v4", "xla", "loops over rows and tiles"),
+        (QWEN, "gpu", "NVIDIA A100-SXM4-40GB", "xla", "loops over rows and tiles"),
+        (QWEN, "cpu", "cpu", "xla", "loops over rows and tiles"),
+        (
+            DeltaShape(16, 2, 96, 192, "float32", 2048),
+            "tpu",
+            "TPU v6 lite",
+            "xla",
+            "heads of 128 x 128, these are of 96",
+        ),
+        (DeltaShape(16, 2, 128, 128, "float16", 2048), "tpu", "TPU v6 lite", "xla", "these are of float16"),
+        (DeltaShape(16, 2, 128, 128, "float32", 65536), "tpu", "TPU v6 lite", "xla", "max_num_batched_tokens"),
+    ],
+)
+def test_what_a_device_gets(shape: DeltaShape, platform: str, kind: str, chosen: str, said: str) -> None:
+    name, reason = choose_recurrent_impl(shape, platform=platform, device_kind=kind)
+    assert name == chosen and said in reason
+
+
+def test_what_a_kernel_cannot_do_is_refused() -> None:
+    tokens = DeltaTokens(*map(jnp.zeros, ((4, 1, 64), (4, 1, 64), (4, 1, 64), (4, 1), (4, 1))))
+    rows = StateRows(*(jnp.zeros(size, jnp.int32) for size in (3, 2, 2)))
+    call = partial(apply_delta_rule, tokens, jnp.zeros((1, 2, 1, 64, 64)), 0, rows)
+    with pytest.raises(ValueError, match=r"heads of 128 x 128, these are of 64 x 64"):
+        call(impl="tpu_interpret")
+    with pytest.raises(ValueError, match="impl must be one of"):
+        call(impl="xla")
