@@ -40,7 +40,7 @@ class WaitingQueue:
         self,
         turns: TurnOrder | None = None,
         is_ready: Callable[[Sequence], bool] = lambda sequence: True,
-        read_state: Callable[[], Hashable] = lambda: None,
+        read_state: Callable[[], Hashable] = object,
     ) -> None:
         self.num_new = 0  # sequences that were never admitted
         self.num_new_tokens = 0  # prompt tokens of never-admitted requests, once per request
