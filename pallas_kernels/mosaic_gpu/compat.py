@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layout import count_bits
@@ -30,6 +31,9 @@ set_max_registers = plgpu.set_max_registers
 layout_cast = plgpu.layout_cast
 
 WGMMA = plgpu.Layout.WGMMA  # how a warpgroup's registers hold [rows, columns], rows a multiple of 64
+# How they hold [rows, columns], columns a multiple of 64, where sums over rows stay within a warp: of eight rows a warp
+# has 16 columns, and a thread four of one.
+TURNED = plgpu.Layout.TILED(Tiling(((8, 64), (16,), (4,))), warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
 SWIZZLE_BYTES = 128  # the widest swizzle
 SWIZZLE_ROWS = 8  # rows of a tile of swizzled shared memory: a slice's start and size are multiples of it
 
@@ -102,3 +106,8 @@ def load_column(column: jax.Ref) -> jax.Array:
 def load_row(row: jax.Ref) -> jax.Array:
     """A row [columns] of shared memory in registers, in the layout that goes with a tile."""
     return plgpu.load(row, layout=WGMMA.reduce(0))
+
+
+def load_turned(tile: jax.Ref, reduced: int | None = None) -> jax.Array:
+    """A tile of global memory in registers as TURNED, or a vector that goes with such a tile, whose axis it lacks."""
+    return plgpu.load(tile, layout=TURNED if reduced is None else TURNED.reduce(reduced), optimized=False)

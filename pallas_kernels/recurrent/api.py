@@ -15,7 +15,12 @@ from pallas_kernels.backends import choose_impl
 from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
 from pallas_kernels.recurrent.spec import DeltaShape, DeltaTokens, StateRows
 
-_HOMES = {"tpu": ("tpu", False), "tpu_interpret": ("tpu", True)}  # by name: a module, and whether it is interpreted
+_HOMES = {  # by name: a module, and whether it is interpreted
+    "gpu": ("hopper", False),
+    "gpu_interpret": ("hopper", True),
+    "tpu": ("tpu", False),
+    "tpu_interpret": ("tpu", True),
+}
 
 
 def apply_delta_rule(
@@ -46,11 +51,14 @@ def choose_recurrent_impl(shape: DeltaShape, *, platform: str, device_kind: str 
     `platform` and `device_kind` are those of `choose_impl`, and the kernels run where those of attention do.
     """
     name, _ = choose_impl(platform, device_kind)
-    if name not in _HOMES:
-        return "xla", "XLA's operations in loops over rows and tiles"
-    module = import_module(f"pallas_kernels.recurrent.{_HOMES[name][0]}")
-    obstacle = module.find_obstacle(shape)
-    obstacle = find_compiler_obstacle() if obstacle is None and name == "gpu" else obstacle
+    portable = "XLA's operations in loops over rows and tiles"
+    if platform == "cpu":
+        return "xla", portable
+    if name in _HOMES:
+        obstacle = import_module(f"pallas_kernels.recurrent.{_HOMES[name][0]}").find_obstacle(shape)
+        obstacle = find_compiler_obstacle() if obstacle is None and name == "gpu" else obstacle
+    else:
+        obstacle = "the kernels are for Hopper and TPUs from v5e on"
     if obstacle is None:
         return name, f"a Pallas kernel for recurrent states, compiled for {device_kind}"
-    return "xla", f"XLA's operations in loops over rows and tiles, which are slow here: {obstacle}"
+    return "xla", f"{portable}, which are slow here: {obstacle}"

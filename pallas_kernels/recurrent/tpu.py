@@ -1,9 +1,8 @@
 """The gated delta rule for TPUs (Pallas): the recurrence itself, token by token, on states in VMEM.
 
 A step of the grid has some key heads and all rows. States come and go through a ring of buffers while others are
-computed. Each token is a few operations on the 16 registers of a head's state. In full float32 the products of a
-chunked form cost as much on these matrices, and its sums depend on where chunks begin. These do not: a row has the same
-bits wherever its text is cut, and whatever stands beside it.
+computed. Each token is a few operations on the 16 registers of a head's state. A row has the same bits wherever its
+text is cut, and whatever stands beside it. (Products of chunks would have to be in full float32.)
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ SHAPES = (
 )
 _BASE = SHAPES[0].name
 SAMPLES = {  # what each target that has a kernel compiles without `--full`
+    "h200": (f"mixed: {_BASE}",),
     "v5e": (f"mixed: {_BASE}",),
     "tpu7x": (f"decode: {_BASE}",),
 }

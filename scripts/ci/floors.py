@@ -74,6 +74,7 @@ ACCELERATOR_FILES = tuple(
         *(
             "grouped/hopper",
             "grouped/tpu",
+            "recurrent/hopper",
             "recurrent/tpu",
             "testing/compile_gate",
             "testing/gate_",

@@ -15,7 +15,7 @@ from pallas_kernels.recurrent.api import apply_delta_rule, choose_recurrent_impl
 from pallas_kernels.recurrent.self_test import find_fault, recur
 from pallas_kernels.recurrent.spec import DeltaShape, DeltaTokens, StateRows
 
-IMPLS = ("tpu_interpret",)
+IMPLS = ("gpu_interpret", "tpu_interpret")
 KEYS, GROUP, DIM = 1, 2, 128
 HEADS = KEYS * GROUP
 TOKENS, ROWS, SLOTS, LAYERS, LAYER = 40, 5, 6, 2, 1
@@ -64,12 +64,13 @@ def run(
     return [out[first:last] for first, last in itertools.pairwise(starts)], pool
 
 
+@pytest.mark.parametrize("num_steps", [10, pytest.param(100, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_ragged_steps_equal_the_recurrence(impl: str) -> None:
-    """30 steps: rows begin, go on by tokens or chunks, or have none."""
-    random, pool = np.random.default_rng(0), np.full((LAYERS, SLOTS, HEADS, DIM, DIM), np.nan, np.float32)
+def test_ragged_steps_equal_the_recurrence(impl: str, num_steps: int) -> None:
+    """Rows begin, go on by tokens or chunks, or have none."""
+    random, pool = np.random.default_rng(num_steps), np.full((LAYERS, SLOTS, HEADS, DIM, DIM), np.nan, np.float32)
     states: dict[int, np.ndarray] = {}
-    for _ in range(30):
+    for _ in range(num_steps):
         lengths = [int(random.choice([0, 1, 1, 2, 7])) for _ in range(int(random.integers(1, ROWS + 1)))]
         texts, rows = [draw_tokens(random, length) for length in lengths], random.permutation(SLOTS).tolist()
         read, write, expected = [], [], []
@@ -148,8 +149,12 @@ QWEN = DeltaShape(16, 2, 128, 128, "float32", 2048)
     ("shape", "platform", "kind", "chosen", "said"),
     [
         (QWEN, "tpu", "TPU v5 lite", "tpu", "compiled for TPU v5 lite"),
-        (QWEN, "tpu", "TPU v4", "xla", "loops over rows and tiles"),
-        (QWEN, "gpu", "NVIDIA A100-SXM4-40GB", "xla", "loops over rows and tiles"),
+        (QWEN, "gpu", "NVIDIA H200", "gpu", "compiled for NVIDIA H200"),
+        (DeltaShape(30, 1, 96, 192, "float32", 2048), "gpu", "NVIDIA H200", "gpu", "compiled for NVIDIA H200"),
+        (DeltaShape(16, 2, 256, 128, "float32", 2048), "gpu", "NVIDIA H200", "xla", "these are of 256 x 128"),
+        (DeltaShape(16, 2, 128, 128, "float16", 2048), "gpu", "NVIDIA H200", "xla", "these are of float16"),
+        (QWEN, "tpu", "TPU v4", "xla", "slow here: the kernels are for Hopper and TPUs from v5e on"),
+        (QWEN, "gpu", "NVIDIA A100-SXM4-40GB", "xla", "slow here: the kernels are for Hopper and TPUs from v5e on"),
         (QWEN, "cpu", "cpu", "xla", "loops over rows and tiles"),
         (
             DeltaShape(16, 2, 96, 192, "float32", 2048),
@@ -173,5 +178,8 @@ def test_what_a_kernel_cannot_do_is_refused() -> None:
     call = partial(apply_delta_rule, tokens, jnp.zeros((1, 2, 1, 64, 64)), 0, rows)
     with pytest.raises(ValueError, match=r"heads of 128 x 128, these are of 64 x 64"):
         call(impl="tpu_interpret")
+    narrow = tokens._replace(v=jnp.zeros((4, 1, 32)))
+    with pytest.raises(ValueError, match=r"value heads of a multiple of 64, these are of 64 x 32"):
+        apply_delta_rule(narrow, jnp.zeros((1, 2, 1, 64, 32)), 0, rows, impl="gpu_interpret")
     with pytest.raises(ValueError, match="impl must be one of"):
         call(impl="xla")

@@ -21,7 +21,7 @@ class RecurrenceChoice:
     reason: str
     shapes: tuple[DeltaShape, ...]
     num_rows: int  # of the largest step
-    is_slow: bool = False  # the device has kernels, and they cannot run
+    is_slow: bool = False  # the device is an accelerator, and no kernel runs on it
 
 
 def choose_recurrence(
