@@ -34,4 +34,7 @@ if __name__ == "__main__":
     for checkpoint in checkpoints:
         llm.update_weights(checkpoint)
         found.append(answer(llm))
-    print("FOUND " + json.dumps({"ids": found, "compiles": llm.ready.runner.num_compiles - compiles}))
+    counts = llm.ready.engine.scheduler.counts
+    shown = {"ids": found, "compiles": llm.ready.runner.num_compiles - compiles}
+    shown |= {"hits": counts.prefix_hits, "preemptions": counts.num_preemptions}
+    print("FOUND " + json.dumps(shown))

@@ -110,8 +110,6 @@ def _refuse_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
         given.append(("enable_prefix_caching", config.cache.enable_prefix_caching or False, False))
     if not model.generates:
         given.append(("max_decode_steps", config.scheduler.max_decode_steps, 1))
-    if model.states:
-        given.append(("nnodes", config.nodes.nnodes or 1, 1))
     if not model.generates:
         given.append(("deterministic", config.scheduler.deterministic, False))
     for field, value, unset in given:
