@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from jaxserve.server.errors import ApiError
-from jaxserve.tokenizers.renderer import MAX_PROCESSES, RendererClosedError, RenderTimeoutError, TemplateRenderer
+from jaxserve.tokenizers.renderer import MAX_PROCESSES, RenderTimeoutError, TemplateRenderer
+from jaxserve.workers import WorkerPoolClosedError
 
 _NUM_THREADS = 4  # they render templates and tokenize
 _RETRY_AFTER = 1  # seconds; what holds the threads ends within the time limit
@@ -97,7 +98,7 @@ class Preparation:
             seconds = f"{self._time_limit_s:g} s"
             message = f"Preparing this request took more than {seconds}: a template or text is too large."
             raise ApiError(400, message, code="preparation_timeout") from None
-        except RendererClosedError:
+        except WorkerPoolClosedError:
             raise ApiError(503, "The server is shutting down.", code="server_draining") from None
 
     async def _submit(self, lane: _Lane, longest_wait: float | None, function: Callable[..., Any], *args: Any) -> Any:
@@ -133,6 +134,6 @@ class Preparation:
                 return function(*args)
             except RenderTimeoutError:
                 self._slow_until = time.monotonic() + _SLOW_S
-            except RendererClosedError:
+            except WorkerPoolClosedError:
                 pass  # `run` answers it
         return await self.run(function, *args, longest_wait=longest_wait)

@@ -9,16 +9,14 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from jaxserve.errors import InvalidRequestError, JaxServeError, TokenizerError, shorten
+from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.tokenizers.template import read_reply
-from jaxserve.workers import Worker, WorkerEndedError, WorkerStartError, WorkerTimeoutError
+from jaxserve.workers import Worker, WorkerEndedError, WorkerPool, WorkerTimeoutError
 
 MEMORY_BYTES = 256 << 20  # address space beyond what a process needs at rest; the longest text takes 150 MiB
 MAX_PROCESSES = 2
@@ -28,10 +26,6 @@ _LIMIT_S = 30.0  # of `render_apart`
 
 class RenderTimeoutError(InvalidRequestError):
     """The template took too long on these messages."""
-
-
-class RendererClosedError(JaxServeError, RuntimeError):
-    """The renderer was closed."""
 
 
 @final
@@ -47,10 +41,7 @@ class TemplateRenderer:
         """
         self._time_limit_s = time_limit_s
         self._templates: Sequence[str] = ()
-        self._changed = threading.Condition()  # guards what follows
-        self._workers = [self._make_worker() for _ in range(max_processes)]
-        self._idle = list(self._workers)  # the last one runs if any does
-        self._is_closed = False
+        self._pool = WorkerPool(self._make_worker, max_processes)
 
     def start(self, template: str) -> None:
         """Starts one process; it and all later ones compile `template`.
@@ -59,11 +50,7 @@ class TemplateRenderer:
             WorkerStartError: the process cannot be started.
         """
         self._templates = (template,)
-        worker = self._take(time.monotonic() + self._time_limit_s, needs_running=False)
-        try:
-            worker.start()
-        finally:
-            self._give_back(worker)
+        self._pool.start(self._time_limit_s)
 
     def render(
         self,
@@ -87,50 +74,36 @@ class TemplateRenderer:
             InvalidRequestError, TokenizerError: as `render_template` raises them; TokenizerError also when the template
                 takes too much memory.
             RenderTimeoutError: the template took too long.
-            RendererClosedError: `close` was called.
+            WorkerPoolClosedError: `close` was called.
             WorkerStartError: no process could be started.
         """
         deadline = time.monotonic() + self._time_limit_s
         job = {"template": template, "messages": messages, "variables": variables, "tools": tools}
         job["must_read"] = must_read
-        worker = self._take(deadline, needs_running=not may_start)
-        limit = min(max(deadline - time.monotonic(), 0.0), self._time_limit_s if limit_s is None else limit_s)
+        limit = self._time_limit_s if limit_s is None else limit_s
         try:
-            reply = worker.ask(job, limit)
+            reply = self._pool.ask(
+                job, wait_s=self._time_limit_s, limit_s=limit, deadline=deadline, may_start=may_start
+            )
         except WorkerTimeoutError as error:
-            raise _make_timeout(limit) from error
-        except (WorkerEndedError, WorkerStartError) as error:
-            if self._is_closed:
-                raise RendererClosedError("templates are no longer rendered") from error
-            if isinstance(error, WorkerStartError):
-                raise
+            message = f"takes more than {limit:.2g} s on these messages"
+            raise RenderTimeoutError(message, field="chat_template") from error
+        except WorkerEndedError as error:
             message = f"the template takes more than {MEMORY_BYTES >> 20} MiB or crashes on these messages"
             raise TokenizerError(message, field="chat_template") from error
         except (ValueError, RecursionError) as error:
             message = f"cannot be given to a chat template: {shorten(str(error))}"
             raise InvalidRequestError(message, field="messages") from error
-        finally:
-            if may_start and not self._is_closed:
-                with suppress(WorkerStartError):  # this conversation waits for the replacement of a killed process
-                    worker.start()
-            self._give_back(worker)
         return read_reply(reply)
 
     def close(self) -> None:
-        """Ends the processes; threads that wait for a text get RendererClosedError. Calling it again does nothing."""
-        with self._changed:
-            self._is_closed = True
-            for worker in self._workers:
-                if worker in self._idle:
-                    worker.stop()
-                else:
-                    worker.kill()
-            self._changed.notify_all()
+        """Ends the processes; threads that wait for a text get WorkerPoolClosedError. A second call does nothing."""
+        self._pool.close()
 
     @property
     def process_ids(self) -> list[int]:
         """The ids of the running processes."""
-        return [worker.process_id for worker in self._workers if worker.process_id is not None]
+        return self._pool.process_ids
 
     def _make_worker(self) -> Worker:
         return Worker(
@@ -140,28 +113,6 @@ class TemplateRenderer:
             time_limit_s=self._time_limit_s,
             memory_bytes=MEMORY_BYTES,
         )
-
-    def _take(self, deadline: float, *, needs_running: bool) -> Worker:
-        """Returns an idle worker, a running one if possible; RenderTimeoutError when none becomes idle in time."""
-        with self._changed:
-            while True:
-                if self._is_closed:
-                    raise RendererClosedError("templates are no longer rendered")
-                if self._idle and (self._idle[-1].is_running or not needs_running):
-                    return self._idle.pop()
-                if needs_running or not self._changed.wait(deadline - time.monotonic()):
-                    raise _make_timeout(self._time_limit_s)
-
-    def _give_back(self, worker: Worker) -> None:
-        with self._changed:
-            if self._is_closed:
-                worker.stop()
-            self._idle.insert(len(self._idle) if worker.is_running else 0, worker)
-            self._changed.notify()
-
-
-def _make_timeout(limit_s: float) -> RenderTimeoutError:
-    return RenderTimeoutError(f"takes more than {limit_s:.2g} s on these messages", field="chat_template")
 
 
 def render_apart(

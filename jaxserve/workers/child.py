@@ -2,7 +2,8 @@
 
 Run as a file, with the standard library only. It speaks JSON lines over stdin and stdout. The first line names the
 program, its options and its limits, and is answered by {"ready": true}. Each further line is a job, answered by
-{"reply": ..., "last": ...}; after "last": true the process exits to free its memory.
+{"reply": ..., "last": ...}; after "last": true the process exits to free its memory. A job and a reply may have bytes
+beside JSON, under "attachment": the line has their number there, and they follow the line.
 
 It ends with its parent: at the end of stdin, when its parent's id changes, and at the latest by the alarm that runs
 during a job.
@@ -23,6 +24,7 @@ from typing import Any
 
 _POLL_S = 5.0  # how often an idle process checks that its parent is alive
 _READ_BYTES = 1 << 16  # cheap for malloc: with 1 MiB a read costs more than the rest of a job
+_ATTACHMENT_BYTES = 1 << 20
 _STACK_BYTES = 2 << 20  # a quarter of the stack of the parent's threads: what fits here fits there
 
 
@@ -36,23 +38,42 @@ class Pipe:
 
     def read(self) -> dict[str, Any] | None:
         """Returns the next message, None when the parent is gone. At most one message is under way."""
-        line = bytearray()
-        while not line.endswith(b"\n"):
+        data, end = bytearray(), -1
+        while end < 0:
+            read = self._read(_READ_BYTES)
+            if not read:
+                return None
+            end = read.find(b"\n")
+            end = len(data) + end if end >= 0 else -1
+            data += read
+        attached = data[end + 1 :]
+        del data[end:]  # not a copy of the rest: a line may take much of the memory that there is
+        message = json.loads(data.decode("utf-8", "surrogatepass"))
+        if "attachment" in message:
+            while len(attached) < message["attachment"]:
+                read = self._read(_ATTACHMENT_BYTES)
+                if not read:
+                    return None
+                attached += read
+            message["attachment"] = attached
+        return message
+
+    def write(self, message: dict[str, Any], attachment: bytes = b"") -> None:
+        """Sends a message, and the bytes that its reply is to have."""
+        line = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        for part in (line, attachment):
+            data = memoryview(part)
+            while data:
+                data = data[os.write(self._out, data) :]
+
+    def _read(self, most: int) -> bytes:
+        """Returns some bytes, none when the parent is gone."""
+        while True:
             readable, _, _ = select.select([self._in], [], [], _POLL_S)
             if os.getppid() != self._parent:
-                return None
+                return b""
             if readable:
-                data = os.read(self._in, _READ_BYTES)
-                if not data:
-                    return None
-                line += data
-        return json.loads(line.decode("utf-8", "surrogatepass"))
-
-    def write(self, message: dict[str, Any]) -> None:
-        """Sends a message."""
-        data = memoryview(json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-        while data:
-            data = data[os.write(self._out, data) :]
+                return os.read(self._in, most)
 
 
 def load(program: str) -> Any:
@@ -112,7 +133,10 @@ def main() -> None:
         reply = do(job)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         last = memory.is_kept
-        pipe.write({"reply": reply, "last": last})
+        attachment = reply.pop("attachment", b"")
+        if attachment:
+            reply["attachment"] = len(attachment)
+        pipe.write({"reply": reply, "last": last}, attachment)
         if last:
             return
 

@@ -42,8 +42,9 @@ class WorkerEndedError(JaxServeError, RuntimeError):
 class Worker:
     """A process that runs one job at a time. It starts with the first job, or by `start`, and again after it ended.
 
-    A socket pair joins parent and child, so nothing else can connect; messages are JSON lines, never pickles. Only
-    `kill` may be called while another thread is in `ask`.
+    A socket pair joins parent and child, so nothing else can connect; messages are JSON lines, never pickles. A job and
+    a reply may have `bytes` or a `bytearray` as "attachment", which cost no JSON. Only `kill` may be called while
+    another thread is in `ask`.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Worker:
         limits = {"time_limit_s": self._time_limit_s, "memory_bytes": self._memory_bytes}
         start = {"sys_path": sys.path, "program": str(self._program), "options": self._options(), **limits}
         try:
-            self._exchange(start, _START_LIMIT_S)
+            self._exchange(_encode(start), b"", _START_LIMIT_S)
         except OSError as error:
             status = self.stop()
             raise WorkerStartError(f"{self._name} did not start (exit status {status}): {error}") from error
@@ -118,10 +119,13 @@ class Worker:
             WorkerEndedError: the process ended before its reply was complete.
             ValueError, RecursionError: JSON cannot express the job; nothing was sent.
         """
-        line = _encode(job)
+        data = job.get("attachment")
+        line = _encode(job if data is None else {**job, "attachment": len(data)})
         self.start()
         try:
-            reply = self._exchange(line, max(self._time_limit_s if limit_s is None else limit_s, _SHORTEST_S))
+            reply = self._exchange(
+                line, data or b"", max(self._time_limit_s if limit_s is None else limit_s, _SHORTEST_S)
+            )
         except TimeoutError as error:
             self.stop()
             raise WorkerTimeoutError(f"{self._name} took too long") from error
@@ -151,23 +155,61 @@ class Worker:
         process.kill()
         return process.wait()
 
-    def _exchange(self, message: dict[str, Any] | bytes, limit_s: float) -> dict[str, Any]:
-        """Sends one line and returns the answer; OSError (also TimeoutError) when none comes."""
+    def _exchange(self, line: bytes, attachment: bytes, limit_s: float) -> dict[str, Any]:
+        """Sends a message and returns the answer; OSError (also TimeoutError) when none comes."""
         assert self._socket is not None, "started"
         deadline = time.monotonic() + limit_s
         self._socket.settimeout(limit_s)
-        self._socket.sendall(message if isinstance(message, bytes) else _encode(message))
-        reply = bytearray()
-        while not reply.endswith(b"\n"):
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise TimeoutError
-            self._socket.settimeout(remaining)
-            data = self._socket.recv(_READ_BYTES)
-            if not data:
+        self._socket.sendall(line)
+        if attachment:
+            self._socket.settimeout(_find_rest(deadline))
+            self._socket.sendall(attachment)
+        data = bytearray()
+        end = -1
+        while end < 0:
+            received = self._receive(_READ_BYTES, deadline)
+            end = received.find(b"\n")
+            end = len(data) + end if end >= 0 else -1
+            data += received
+        begun = data[end + 1 :]
+        del data[end:]
+        answer = json.loads(data.decode("utf-8", "surrogatepass"))
+        size = answer.get("reply", {}).get("attachment", 0)
+        if size:
+            if not 0 < size <= self._memory_bytes:
+                raise ValueError(f"no process like this one has {size} bytes")
+            answer["reply"]["attachment"] = self._receive_all(size, begun, deadline)
+        return answer
+
+    def _receive_all(self, size: int, begun: bytearray, deadline: float) -> bytearray:
+        """Returns `size` bytes, of which the first are there already. None is copied twice."""
+        assert self._socket is not None, "started"
+        found = bytearray(size)
+        found[: len(begun)] = begun
+        rest = memoryview(found)[len(begun) :]
+        while rest:
+            self._socket.settimeout(_find_rest(deadline))
+            count = self._socket.recv_into(rest)
+            if not count:
                 raise ConnectionError("it ended")
-            reply += data
-        return json.loads(reply.decode("utf-8", "surrogatepass"))
+            rest = rest[count:]
+        return found
+
+    def _receive(self, most: int, deadline: float) -> bytes:
+        assert self._socket is not None, "started"
+        self._socket.settimeout(_find_rest(deadline))
+        received = self._socket.recv(most)
+        if not received:
+            raise ConnectionError("it ended")
+        return received
+
+
+def _find_rest(deadline: float) -> float:
+    """Returns the seconds up to a deadline; TimeoutError if there are none."""
+    rest = deadline - time.monotonic()
+    if rest <= 0:
+        raise TimeoutError
+    return rest
 
 
 def _encode(message: dict[str, Any]) -> bytes:

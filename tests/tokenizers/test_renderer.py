@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.tokenizers.chat import encode_chat
-from jaxserve.tokenizers.renderer import RendererClosedError, RenderTimeoutError, TemplateRenderer
+from jaxserve.tokenizers.renderer import RenderTimeoutError, TemplateRenderer
 from jaxserve.tokenizers.template import MAX_RENDERED_CHARS, render_template
+from jaxserve.workers import WorkerPoolClosedError
 from tests.tokenizers import test_chat
 from tests.tokenizers.builders import CHAT_TEMPLATE
 from tests.tokenizers.conversations import CONVERSATIONS, good_messages, odd_messages, tool_lists
@@ -179,7 +180,7 @@ def test_a_hung_template_keeps_nobody_waiting_but_its_own() -> None:
     def hang() -> None:
         try:
             renderer.render(LOOPS, HI, {})
-        except RendererClosedError as error:
+        except WorkerPoolClosedError as error:
             refusals.append(error)
 
     hung = threading.Thread(target=hang)
@@ -196,7 +197,7 @@ def test_a_hung_template_keeps_nobody_waiting_but_its_own() -> None:
     hung.join(10)
     assert refusals and processes
     assert not any(map(is_alive, processes))
-    with pytest.raises(RendererClosedError):
+    with pytest.raises(WorkerPoolClosedError):
         renderer.render("x", HI, {})
 
 

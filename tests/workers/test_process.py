@@ -19,7 +19,12 @@ PROGRAM = """
     def prepare(options):
         if "exit" in options:
             raise SystemExit(options["exit"])
-        return lambda job: {"found": DO[job["do"]](job.get("value")), "options": options}
+
+        def answer(job):
+            more = {"attachment": bytes(job["attachment"])[::-1]} if "attachment" in job else {}
+            return {"found": DO[job["do"]](job.get("value")), "options": options, **more}
+
+        return answer
 
     def keep(size):
         kept.append(bytearray(size))
@@ -63,6 +68,22 @@ def test_jobs_and_replies_are_json(worker: Worker) -> None:
     with pytest.raises((ValueError, RecursionError)):
         ask(worker, "echo", deep)
     assert worker.ask({"do": "echo"})["options"] == {"starts": 1}, "nothing was sent"
+
+
+@pytest.mark.parametrize("size", [1, 65_535, 65_536, 65_537, 3_000_001])
+def test_bytes_go_beside_json(worker: Worker, size: int) -> None:
+    data = (b"ab\n{}\0" * size)[:size]
+    reply = worker.ask({"do": "echo", "value": "x" * 70_000, "attachment": data})
+    assert reply["attachment"] == data[::-1] and reply["found"] == "x" * 70_000
+    assert "attachment" not in worker.ask({"do": "echo", "attachment": b""}) and ask(worker, "echo", 1) == 1
+
+
+def test_no_memory_is_taken_for_what_a_process_cannot_have(worker: Worker) -> None:
+    worker.start()
+    worker._memory_bytes = 10
+    assert len(worker.ask({"do": "echo", "attachment": b"a" * 10})["attachment"]) == 10
+    with pytest.raises(WorkerEndedError):
+        worker.ask({"do": "echo", "attachment": b"a" * 11})
 
 
 @pytest.mark.parametrize(
