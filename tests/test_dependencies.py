@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from jaxserve.media.decode import PILLOW
 from jaxserve.tools.cli.packages import LOAD_PACKAGES, SERVER_PACKAGES
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +48,7 @@ def test_a_package_is_asked_for_alike_everywhere() -> None:
 
 
 def test_what_a_command_says_to_install_is_what_is_asked_for() -> None:
+    assert EXTRAS["images"] == [PILLOW]
     assert {*SERVER_PACKAGES.values(), *LOAD_PACKAGES.values()} <= set(PROJECT["dependencies"])
 
 

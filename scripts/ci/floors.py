@@ -34,6 +34,7 @@ FLOORS = {
     "jaxserve.token_automaton": "F1.1",
     "jaxserve.request": "F1.4",
     "jaxserve.workers": "F1.1",
+    "jaxserve.media": "F1.2",
     "jaxserve.core.pages": "F2a.0",
     "jaxserve.core.scheduler": "F2a.1",
     "jaxserve.tokenizers": "F2a.0",

@@ -58,7 +58,7 @@ TARGETS = (
         ),
         rooms=tuple(room for room, floor in FLOORS.items() if floor.startswith("F1")),
     ),
-    *(_room(path) for path in ("workers", "core/pages", "core/scheduler", "tokenizers", "features/grammars")),
+    *(_room(path) for path in ("workers", "media", "core/pages", "core/scheduler", "tokenizers", "features/grammars")),
     _room("core/layers", "tests/core/test_sharding.py"),
     _room("families", "tests/test_golden_cases.py"),
     *(_room(path) for path in ("core/sampling", "core/weights", "core/runtime", "features/quantization")),

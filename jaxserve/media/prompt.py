@@ -1,0 +1,78 @@
+"""Puts the placeholders of images into prompts.
+
+A chat template writes one mark for an image. It becomes one placeholder token with the family's tokens around it
+(`write`), and, once the prompt is tokenized, as many placeholders as the image has (`expand`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxserve.errors import InvalidRequestError, TokenizerError
+from jaxserve.media.items import MediaItem, MediaSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageTokens:
+    """The tokens by which a model's prompts show an image."""
+
+    mark: str  # what its chat template writes for an image: the text of a special token
+    placeholder: str  # the text of the token that stands for one vector of an image
+    placeholder_id: int
+    before: str = ""  # text around the placeholders that the template leaves to the processor
+    after: str = ""
+    row_end_id: int | None = None  # behind each row but the last; None: rows have no end
+    end_id: int | None = None  # behind the last row
+    merge_size: int = 1  # patches of a row, and rows, that are one placeholder; read only where rows have an end
+
+    def write(self, text: str, num_images: int) -> str:
+        """Returns a rendered conversation with one placeholder for each image.
+
+        The caller's own text must be protected already, so each mark is the template's.
+
+        Raises:
+            TokenizerError: the template did not write one mark for each image.
+        """
+        parts = text.split(self.mark)
+        if len(parts) - 1 != num_images:
+            message = f"wrote {len(parts) - 1} marks {self.mark!r} for {num_images} images"
+            raise TokenizerError(message, field="chat_template")
+        return (self.before + self.placeholder + self.after).join(parts)
+
+    def expand(self, ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[list[int], tuple[MediaSpan, ...]]:
+        """Returns a prompt's ids with all placeholders of its images, and where these are.
+
+        Args:
+            ids: with one placeholder for each image.
+            items: the images in the order of the prompt.
+
+        Raises:
+            InvalidRequestError: there are not as many placeholders as images.
+        """
+        places = [at for at, token_id in enumerate(ids) if token_id == self.placeholder_id]
+        if len(places) != len(items):
+            message = f"has {len(places)} placeholders of images ({self.placeholder!r}) for {len(items)} images"
+            raise InvalidRequestError(message, field="prompt")
+        expanded: list[int] = []
+        spans = []
+        done = 0
+        for at, item in zip(places, items, strict=True):
+            expanded += ids[done:at]
+            written = self._list_ids(item)
+            length = len(written) - (self.end_id is not None)  # up to the last placeholder
+            spans.append(MediaSpan(len(expanded), length, item.digest, item.grid))
+            expanded += written
+            done = at + 1
+        return [*expanded, *ids[done:]], tuple(spans)
+
+    def count(self, item: MediaItem) -> int:
+        """Returns the number of tokens in place of one placeholder, ends of rows included."""
+        return len(self._list_ids(item))
+
+    def _list_ids(self, item: MediaItem) -> list[int]:
+        if self.row_end_id is None or self.end_id is None:
+            return [self.placeholder_id] * item.num_tokens
+        rows = item.grid[1] // self.merge_size
+        row = [self.placeholder_id] * (item.num_tokens // rows) + [self.row_end_id]
+        return [*(row * rows)[:-1], self.end_id]
