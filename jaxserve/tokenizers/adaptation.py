@@ -217,9 +217,16 @@ def _adapt_later(messages: Sequence[Message], form: TemplateForm) -> list[Messag
             if calls is None or form.ask_calls(calls, role) is not Answer.SHOWN:
                 role = "tool"
         if waiting and role == "user":
-            content, waiting = "\n\n".join([*waiting, content]), []
+            content, waiting = _put_before(waiting, content), []
         adapted.append({**message, "role": role, "content": content})
     return [*adapted, {"role": "user", "content": "\n\n".join(waiting)}] if waiting else adapted
+
+
+def _put_before(texts: Sequence[str], content: Any) -> Any:
+    """Returns content, a string or a list of parts, with texts in front of it."""
+    if isinstance(content, list):
+        return [{"type": "text", "text": "\n\n".join([*texts, ""])}, *content]
+    return "\n\n".join([*texts, content])
 
 
 def _write_calls(messages: Sequence[Message], form: CallForm, with_text: CallForm | None = None) -> Iterator[Message]:

@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
+from jaxserve.media.prompt import ImageTokens
 from jaxserve.tokenizers.adaptation import SAMPLE_TOOLS, TemplateForm, adapt, make_key
-from jaxserve.tokenizers.messages import check_messages, check_tools, copy_json, rename_reasoning, wrap_arguments
+from jaxserve.tokenizers.messages import (
+    check_messages,
+    check_tools,
+    copy_json,
+    count_images,
+    rename_reasoning,
+    wrap_arguments,
+)
 from jaxserve.tokenizers.renderer import render_apart
 from jaxserve.tokenizers.template import name_variable
 
@@ -46,6 +54,7 @@ def encode_chat(
     render: Renderer | None = None,
     variables: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    image_tokens: ImageTokens | None = None,
 ) -> tuple[str, list[int]]:
     """Returns a conversation as the prompt's text and its token ids.
 
@@ -64,6 +73,8 @@ def encode_chat(
         render: replaces `render_apart`, for example by another `TemplateRenderer`'s method.
         variables: further variables of the template, which it must read; any JSON values.
         defaults: such variables for templates that read them.
+        image_tokens: how the model's prompts show images, which messages may have then, as `take_images` leaves them.
+            Each is one placeholder in the text and the ids (`ImageTokens.expand`). None: images are refused.
 
     Raises:
         InvalidRequestError: messages, tools or variables are malformed, the template does not read a variable, or it
@@ -77,7 +88,7 @@ def encode_chat(
             "or put a chat_template.jinja beside it",
             field="chat_template",
         )
-    checked, described = check_messages(messages), check_tools(tools)
+    checked, described = check_messages(messages, reads_images=image_tokens is not None), check_tools(tools)
     if continue_final_message:
         _require_continuable(checked, add_generation_prompt)
     checked = adapt(checked, make_form(template, tokenizer.named_tokens, render))
@@ -100,8 +111,18 @@ def encode_chat(
     text = (render or render_apart)(template, checked, values, tools=described, must_read=list(variables or ()))
     if end:
         text = _cut_at(text, end, f"messages[{len(checked) - 1}].content")
+    if image_tokens is not None and (num_images := count_images(checked)):
+        require_special(image_tokens, pattern)
+        text = image_tokens.write(text, num_images)
     ids = tokenizer.encode(text, add_special_tokens=False, allow_special=True, escape=escape)
     return text.replace(escape, "") if escape else text, ids
+
+
+def require_special(tokens: ImageTokens, pattern: re.Pattern[str]) -> None:
+    """Raises TokenizerError unless the texts of an image are special tokens, which no caller can spell."""
+    for text in (tokens.mark, tokens.placeholder):
+        if not pattern.fullmatch(text):
+            raise TokenizerError(f"has no special token {text!r}, which stands for images", field="tokenizer")
 
 
 def make_form(template: str, named_tokens: Mapping[str, str], render: Renderer | None = None) -> TemplateForm:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.media.parts import IMAGE, describe_kind
 from jaxserve.tokenizers.checks import require_text
 
 # Other roles are refused: some templates write '<|' + role + '|>', and a role "end" would end the turn.
@@ -20,11 +21,14 @@ _TOOL_FIELDS = (*_FIELDS, "tool_call_id")
 _EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")  # clients send these back; templates ignore them
 _REPEATED = "provider_specific_fields"  # in which LiteLLM has other fields once more
 _PARSED, _PARSED_ARGUMENTS = "parsed", "parsed_arguments"  # what OpenAI's client for Python read in the text beside it
+_IMAGE_ROLES = ("user", "tool")
 _CALL_FIELDS = ("id", "type", "function", "index")  # `index` is left over from streamed deltas
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[Mapping[str, Any]], *, reads_images: bool = False) -> list[dict[str, Any]]:
     """Returns a copy of the messages, the content of each as one string; parts are joined by newlines.
+
+    With `reads_images`, content that has images (`IMAGE`, by `take_images`) is a list of them and of parts of text.
 
     The arguments of tool calls become objects, as templates expect, or stay text that is no JSON object; `reasoning`
     becomes `reasoning_content`; missing content becomes "" in an assistant's message that calls tools or reasons.
@@ -36,7 +40,27 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         raise InvalidRequestError(
             f"must be a list of at least one message, got {shorten(messages)}", field="messages", value=messages
         )
-    return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    return [_check_message(message, f"messages[{at}]", reads_images) for at, message in enumerate(messages)]
+
+
+def count_images(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the number of images in checked messages."""
+    return sum(each["content"].count(IMAGE) for each in messages if isinstance(each["content"], list))
+
+
+def require_text_parts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses images, video, sound and files by name, before anything about the length of their data is said.
+
+    Everything else is left to `check_messages`.
+
+    Raises:
+        InvalidRequestError: names the first such part.
+    """
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for at, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, Mapping) and (what := describe_kind(part.get("type"))) is not None:
+                raise _refuse_part(part, what, f"messages[{number}].content[{at}]")
 
 
 def rename_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -81,7 +105,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
     return [_copy_object(tool, f"tools[{at}]") for at, tool in enumerate(tools)] or None
 
 
-def _check_message(message: Any, field: str) -> dict[str, Any]:
+def _check_message(message: Any, field: str, reads_images: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(
             f"must be an object with 'role' and 'content', got {shorten(message)}", field=field, value=message
@@ -110,7 +134,8 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and (calls or "reasoning_content" in texts):
         content = ""  # not None: templates use it as a string
-    checked = {"role": role, "content": _join_content(content, f"{field}.content"), **texts}
+    roles = _IMAGE_ROLES if reads_images else ()
+    checked = {"role": role, "content": _read_content(content, f"{field}.content", role, roles), **texts}
     return {**checked, "tool_calls": calls} if calls else checked
 
 
@@ -124,18 +149,33 @@ def _drop_repeated(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in dropped}
 
 
-def _join_content(content: Any, field: str) -> str:
+def _read_content(content: Any, field: str, role: str, image_roles: Sequence[str]) -> str | list[dict[str, str]]:
+    """Returns content as one string, or as parts if it has images; `image_roles` are those that may have some."""
     if not isinstance(content, list):
         return require_text(content, field)
-    texts = []
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "refusal"):
-            raise InvalidRequestError(
-                f"only parts of type 'text' are supported, got {shorten(part)}", field=f"{field}[{at}]", value=part
-            )
-        texts.append(require_text(part.get(kind), f"{field}[{at}].{kind}"))
-    return "\n".join(texts)
+    parts = [_read_part(part, f"{field}[{at}]", role, image_roles) for at, part in enumerate(content)]
+    return parts if IMAGE in parts else "\n".join(part["text"] for part in parts)
+
+
+def _read_part(part: Any, field: str, role: str, image_roles: Sequence[str]) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("text", "refusal"):
+        return {"type": "text", "text": require_text(part.get(kind), f"{field}.{kind}")}
+    what = describe_kind(kind)
+    if not image_roles or what is None:
+        raise _refuse_part(part, what, field)
+    if part == IMAGE and role in image_roles:
+        return IMAGE
+    message = f"is {what}; text is read here, and images in messages of {' and '.join(image_roles)}"
+    raise InvalidRequestError(message, field=field, value=part)
+
+
+def _refuse_part(part: Any, what: str | None, field: str) -> InvalidRequestError:
+    """Returns a text model's refusal of a part; `what` it holds, None if that is not known."""
+    message = f"only parts of type 'text' are supported, got {shorten(part)}"
+    if what is not None:
+        message = f"is {what}, which is not read here: this model is served for text; send text"
+    return InvalidRequestError(message, field=field, value=part)
 
 
 def _check_calls(calls: Any, field: str) -> list[dict[str, Any]]:

@@ -41,11 +41,13 @@ def test_clients_are_told_to_go_on_without_a_thread(http: httpx.Client) -> None:
     assert "details" not in http.post(PATH, json={**GOOD, "speed": "fast"}).json()["error"]
 
 
+LARGE_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 400_000}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens: "),
     ({"nonsense": 1}, "'nonsense'"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type: "),
+    ({"messages": [{"role": "user", "content": [LARGE_IMAGE]}]}, "messages[0].content[0].type: must be text"),
     ({"system": [{"type": "image"}]}, "system[0].type: "),
     ({"system": 1}, "system"),
     ({"stop": "x"}, "stop: is not supported; send stop_sequences"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.media.parts import IMAGE, take_images
 from jaxserve.server.protocol.response_input import REASONING_MARK, InputReader
 from jaxserve.server.protocol.response_tools import ResponseTools, read_response_tools
 from jaxserve.tokenizers.messages import check_messages
@@ -121,12 +122,27 @@ def test_fields_of_messages_have_the_bodys_names() -> None:
         "messages[0].content": "instructions",
         "messages[1]": "input[0]",
         "messages[2]": "input[2]",
+        "messages[3].content": "input[3].output",
         "messages[3]": "input[3]",
         "messages[4]": "input[4]",
     }
 
 
 # --- tools
+
+
+def test_images_stay_parts_of_their_messages() -> None:
+    image = {"type": "input_image", "image_url": "data:;base64,QUJD", "detail": "low"}
+    text, shown = {"type": "input_text", "text": "a"}, {"type": "text", "text": "a"}
+    reader = InputReader(None)
+    user = {"role": "user", "content": [text, image, text]}
+    reader.read([user, call("b"), tell("b", [image]), {"role": "user", "content": [text, text]}])
+    assert reader.messages[0]["content"] == [shown, image, shown]
+    assert reader.messages[2]["content"] == [image] and reader.messages[3]["content"] == "a\na"
+    assert reader.names["messages[2].content"] == "input[2].output"
+    messages, images = take_images(reader.messages, 2)
+    assert [image.detail for image in images] == ["low", "low"]
+    assert [part["content"] for part in check_messages(messages, reads_images=True)][2] == [IMAGE]
 
 
 def read_tools(*tools: dict[str, Any], choice: Any = "auto", names: dict[str, str] | None = None) -> ResponseTools:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.media.parts import describe_kind
 from jaxserve.server.protocol.foreign import is_harmless
 from jaxserve.server.protocol.response_tools import join_names
 from jaxserve.tokenizers.checks import require_text
@@ -108,16 +109,18 @@ class InputReader:
         if role not in _ROLES:
             message = f"must be one of {', '.join(_ROLES)}, got {shorten(role)}"
             raise InvalidRequestError(message, field=f"{name}.role", value=role)
-        content = _read_text(item.get("content"), f"{name}.content")
+        given, place = item.get("content"), f"{name}.content"
         if role != "assistant":
+            content = _read_content(given, place)
             self._join_thoughts(at)
             self._require_results("the next message")
             self._append({"role": role, "content": content}, at)
             self._turn = None
             return
+        text = _read_text(given, place)
         if self._turn is not None and self._turn.texts and "tool_calls" not in self._turn.message:
             self._turn = None  # a message of its own
-        self._open_turn(at).texts.append(content)
+        self._open_turn(at).texts.append(text)
 
     def _read_call(self, item: Mapping[str, Any], at: int, arguments: str | dict[str, str]) -> None:
         name, function, namespace = f"input[{at}]", item.get("name"), item.get("namespace")
@@ -142,8 +145,9 @@ class InputReader:
             about = "has a result already" if call_id in self._call_ids - self._waiting.keys() else "is not there"
             message = f"must follow its {kind}, and {shorten(call_id)} {about}"
             raise InvalidRequestError(message, field=f"{name}.call_id", value=call_id)
-        content = _read_text(item.get("output"), f"{name}.output")
+        content = _read_content(item.get("output"), f"{name}.output")
         self._join_thoughts(at)
+        self.names[f"messages[{len(self.messages)}].content"] = f"{name}.output"
         self._append({"role": "tool", "tool_call_id": call_id, "content": content}, at)
         del self._waiting[call_id]
         self._turn = None
@@ -201,11 +205,27 @@ def _read_text(value: Any, name: str) -> str:
     return "\n".join(_read_part(part, f"{name}[{at}]") for at, part in enumerate(value))
 
 
+def _read_content(value: Any, name: str) -> str | list[Any]:
+    """Returns a text, or the parts of content that has images: these as they are, the others as text of chats."""
+    if not isinstance(value, list) or not any(map(_is_image, value)):
+        return _read_text(value, name)
+    return [
+        part if _is_image(part) else {"type": "text", "text": _read_part(part, f"{name}[{at}]")}
+        for at, part in enumerate(value)
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
+
+
 def _read_part(part: Any, name: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "refusal":
         return require_text(part.get("refusal"), f"{name}.refusal")
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         message = f"only text is supported, got {shorten(part if kind is None else kind)}"
+        if (what := describe_kind(kind)) is not None:
+            message = f"is {what}, which is not read here; send input_text"
         raise InvalidRequestError(message, field=name, value=part)
     return require_text(part.get("text"), f"{name}.text")

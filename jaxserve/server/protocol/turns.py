@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.media.parts import describe_kind
 from jaxserve.server.protocol.messages import CountTokensRequest
 from jaxserve.tokenizers.checks import require_text
 from jaxserve.tokenizers.messages import copy_json
@@ -183,6 +184,8 @@ def _check_block(block: Any, role: str, where: str) -> dict[str, Any]:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in _BLOCKS[role]:
         message = f"must be {' or '.join(_BLOCKS[role])} here, got {shorten(kind)}"
+        if (what := describe_kind(kind)) is not None:
+            message = f"{message}: it is {what}, which is not read here, as this model is served for text"
         raise InvalidRequestError(message, field=f"{where}.type", value=kind)
     for key, value in block.items():
         known = key in _FIELDS[kind] or key in ("type", "cache_control")

@@ -44,6 +44,7 @@ from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import DONE, make_chunk_writer, render_error
 from jaxserve.server.tools import read_tools
+from jaxserve.tokenizers.messages import require_text_parts
 
 router = APIRouter()
 
@@ -95,6 +96,7 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState) -> Conver
     Raises:
         InvalidRequestError: names the field.
     """
+    require_text_parts(body.messages)
     check_length([body.messages, body.tools], state, "messages", cuts=body.truncate_prompt_tokens is not None)
     logprobs = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     return Conversation(

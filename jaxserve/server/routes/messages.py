@@ -98,13 +98,12 @@ def read_conversation(names: dict[str, str], body: CountTokensRequest, state: Se
     Raises:
         InvalidRequestError: names the field.
     """
-    check_length(
-        [body.messages, body.system, body.tools], state, "messages", cuts=body.truncate_prompt_tokens is not None
-    )
     if body.context_management is not None:
         body.context_management.refuse_edits()
     turns = TurnReader(partial(shows_system_turns, state))
     turns.read(body)
+    cuts = body.truncate_prompt_tokens is not None
+    check_length([turns.messages, body.tools], state, "messages", cuts=cuts)
     for at, source in enumerate(turns.sources):
         names |= {f"messages[{at}].content": source, f"messages[{at}]": source}
     thinking = body.thinking

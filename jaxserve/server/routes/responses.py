@@ -36,6 +36,7 @@ from jaxserve.server.protocol.response_tools import ResponseTools, read_response
 from jaxserve.server.protocol.responses import HIDDEN_REASONING, ResponseAnswer, ResponseRequest
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import encode_event
+from jaxserve.tokenizers.messages import require_text_parts
 
 router = APIRouter()
 _log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class ResponseReader:
         )
         self._name_options(body)
         cuts = body.truncate_prompt_tokens is not None
+        require_text_parts(given.messages)
         check_length([given.messages, body.tools], state, "messages", cuts=cuts)
         return Conversation(
             messages=given.messages,

@@ -30,6 +30,7 @@ from jaxserve.server.routes import responses
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.tools import read_tools
 from jaxserve.tokenizers import Tokenizer
+from jaxserve.tokenizers.messages import require_text_parts
 
 router = APIRouter()
 
@@ -105,6 +106,7 @@ def _encode_conversation(body: TokenizeRequest, state: ServerState, tokenizer: T
     """Returns the token ids that a chat request with the same messages and tools has."""
     from jaxserve.tokenizers.chat import encode_chat
 
+    require_text_parts(body.messages or ())
     check_length([body.messages, body.tools], state, "messages")
     conversation = Conversation(
         messages=body.messages or (),

@@ -42,6 +42,8 @@ CHATS: list[Row] = [
     (_message(), "messages[0].content"),
     (_part(type="image_url", image_url={"url": "http://127.0.0.1:1/x.png"}), "messages[0].content[0]"),
     (_part(type="image_url", image_url={"url": "file:///etc/passwd"}), "messages[0].content[0]"),
+    # Its length is not what is wrong with it.
+    (_part(type="image_url", image_url={"url": f"data:image/png;base64,{'A' * 400_000}"}), "messages[0].content[0]"),
     (_part(type="input_audio", input_audio={"data": "Q" * 4000, "format": "wav"}), "messages[0].content[0]"),
     (_part(type="video_url", video_url={"url": "data:video/mp4;base64,AAAA"}), "messages[0].content[0]"),
     (_part(type="file", file={"file_id": "../../x"}), "messages[0].content[0]"),

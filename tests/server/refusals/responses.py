@@ -178,6 +178,7 @@ RESPONSES: list[Row] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"max_tokens": 2}, "max_tokens", "unknown_parameter"),
     ({"input": [{"role": "user", "content": [PICTURE]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user", "content": [{**PICTURE, "image_url": "A" * 400_000}]}]}, "input[0].content[0]"),
     ({"instructions": "Be brief.", "input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": "hi", "color": "red"}]}, "input[0]"),
 ]

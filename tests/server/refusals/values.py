@@ -109,12 +109,14 @@ EMBEDDINGS: list[Row] = [
     ({"n": 2}, "n", "unknown_parameter"),
     ({"stream": True}, "stream", "unknown_parameter"),
 ]
+LARGE_IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "A" * 400_000}}]}]
 TOKENS: dict[str, list[Row]] = {
     "/tokenize": [
         ({"messages": HELLO}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": None, "messages": []}, "messages"),
         ({"prompt": None, "messages": [{"role": "robot"}]}, "messages[0].role"),
+        ({"prompt": None, "messages": LARGE_IMAGE}, "messages[0].content[0]"),
         ({"prompt": None, "messages": HELLO, "tools": ["x"]}, "tools[0]"),
         ({"prompt": None, "messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
         *(
