@@ -90,8 +90,9 @@ def make_warm_runner(spec: EngineSpec) -> ModelRunner:
     """Returns a null device whose programs have all run once, so that none is compiled while the clock runs."""
     runner = make_null_runner(spec.limits.max_num_seqs, spec.buckets)
     for bucket in spec.buckets.buckets:
-        selected, _ = runner._run(bucket, runner._layouts[bucket].new())
-        StartedStep(runner, bucket, 0, SampleVariant.GREEDY, False, selected, None, None).sample().result()
+        packed = runner._layouts[bucket].new()
+        selected, _ = runner._run(bucket, packed)
+        StartedStep(runner, bucket, 0, SampleVariant.GREEDY, False, selected, None, None, packed).sample().result()
     return runner
 
 

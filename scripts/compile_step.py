@@ -68,6 +68,7 @@ MEMORY_SHARE = 0.9
 LAYER_LAUNCHES = {"h200": {1: 13, 32: 13}}  # the most kernels of a layer of the dense model, by rows that decode
 DRAFTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (DENSE, {"method": "ngram", "num_speculative_tokens": 3}),
+    (HYBRID, {"method": "ngram", "num_speculative_tokens": 3}),
     # A head follows each step. Eight TPUs have 1,376 feed-forward columns each: rows that a TPU pads, if it must.
     (HEAD, {"method": "mtp", "num_speculative_tokens": 3}),
 )
@@ -146,7 +147,7 @@ def measure_step(
         gate.target.name,
         impl=shapes.impl,
         reason=shapes.impl_reason,
-        donated_bytes=plan.bytes_per_device + use.recurrent,
+        donated_bytes=plan.bytes_per_device + use.recurrent + use.pending,
         most_temp_bytes=layer if is_bounded else most_temp,
         most_layer_launches=most_layer_launches,
         loops_follow_batch=shapes.impl == "xla" and shapes.experts is None,  # portable products have loops of experts

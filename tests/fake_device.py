@@ -26,7 +26,7 @@ from jaxserve.core.runtime.buckets import Bucket
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.scheduler import StepOutputs, StepPlan
 from jaxserve.core.scheduler.sequence import MASK_LATE
-from jaxserve.core.scheduler.step_plan import StateCopy
+from jaxserve.core.scheduler.step_plan import StateSave
 
 
 def next_token(token_ids: Sequence[int], windows: Sequence[int | None], vocab_size: int) -> int:
@@ -119,7 +119,7 @@ class FakeStep:
         error: Exception | None = None,
         width: int = 1,
         num_drafts: int = 0,
-        saves: Sequence[StateCopy] = (),
+        saves: Sequence[StateSave] = (),
     ) -> None:
         self._device, self._work, self._error, self._width = device, work, error, width
         self._saves = saves  # of recurrent states, behind the step
@@ -147,7 +147,7 @@ class FakeStep:
         if any(self._device.wants_logprobs[row] for row, _ in self._work):
             logprobs = np.array(lines, np.float32), np.array([(i, i ^ 1) for i in ids]), np.full(len(ids), 3)
         sampled = [row if samples and not is_late else None for (row, samples), is_late in zip(self._work, late)]  # noqa: B905
-        self._device.save_states(self._saves)
+        self._device.save_states(self._saves, self._width)
         drafts = None if self._device.drafter is None else self._device.draft(sampled, self._num_drafts)
         outputs = StepOutputs(ids, counts, logprobs=logprobs, embeddings=embeddings, drafts=drafts)
         return FakeFuture(outputs, host=self._device.host)
@@ -199,6 +199,7 @@ class FakeDevice:
         self.host = FakeHost(self)
         self._tables: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # (group, row) -> index -> page
         self._num_computed: dict[int, int] = {}
+        self._begun: dict[int, int] = {}  # in front of the step under way
         self.states: dict[int, list[int]] = {}  # by row
         self.snapshots: dict[int, list[int]] = {}  # by slot
         self._last_token: dict[int, int] = {}
@@ -246,6 +247,7 @@ class FakeDevice:
             assert chunk.start == self._num_computed[chunk.row], "the host and the device disagree on positions"
             assert not self.wants_edges or chunk.start % CHUNK_EDGE == 0, "no grammar jumps here"
         self._copy_pages(plan)
+        self._begun = dict(self._num_computed)
         for row, token_ids, _ in work:
             self._write(row, token_ids)
         assert plan.width == 1 or not plan.chunks
@@ -255,10 +257,15 @@ class FakeDevice:
         todo = [(row, samples) for row, _, samples in work]
         return FakeStep(self, todo, width=plan.width, num_drafts=self._num_made, saves=plan.state_saves)
 
-    def save_states(self, saves: Sequence[StateCopy]) -> None:
-        """Copies the states of rows to snapshots."""
-        for row, slot in saves:
-            self.snapshots[slot] = list(self.states[row])
+    def save_states(self, saves: Sequence[StateSave], width: int) -> None:
+        """Copies the states of rows to snapshots. With drafts only the device knows which rows are due."""
+        for row, slot, point in saves:
+            state = self.states[row]
+            if self.drafter is None:
+                assert len(state) == point, "a snapshot of other tokens"
+            elif len(state) != point and (width == 1 or not self._begun[row] < point <= len(state)):
+                continue
+            self.snapshots[slot] = state[:point]
 
     def _write_drafts(self, rows: list[int], width: int) -> None:
         """Writes the drafts behind each row's last token, as a forward pass does before it knows which are right."""

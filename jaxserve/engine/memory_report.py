@@ -151,6 +151,7 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
         ("programs", use.code, f"{len(shapes.buckets.buckets)} forward, {num_samples} sample"),
         ("state", use.state, f"rows, and inputs and outputs of two steps of {largest.rows} rows"),
         *([("recurrent states", use.recurrent, _describe_states(use))] if use.recurrent else []),
+        *([("pending tokens", use.pending, _describe_pending(shapes))] if use.pending else []),
         *([("copies", use.buffers, "pages on their way from and to the host")] if use.buffers else []),
         ("reserve", use.reserve, "modules and command buffers of the first execution"),
     ]
@@ -159,6 +160,11 @@ def _list_uses(shapes: Shapes, use: DeviceUse) -> list[tuple[str, int, str]]:
 def _describe_states(use: DeviceUse) -> str:
     """Returns what the recurrent states of an engine are."""
     return f"of {use.rows} rows, {format_bytes(use.recurrent // use.rows)} each"
+
+
+def _describe_pending(shapes: Shapes) -> str:
+    """Returns what recurrent layers keep of a verify step."""
+    return f"of a verify step, {shapes.state.max_pending}, for recurrent states"
 
 
 def _list_pages(shapes: Shapes, plan: CachePlan) -> list[tuple[str, int, str]]:

@@ -2,8 +2,9 @@
 
 Drawn requests are admitted, cut into chunks, decoded, forked, aborted, stopped, preempted and forced to tokens. They
 begin like others or go on from their answers, so they hit snapshots, of which there are few; each snapshot that a row's
-text can hit is compared, too. Steps fail, and weights change. The state of the first layer depends on its tokens'
-embeddings alone, so the recurrence is cheap.
+text can hit is compared, too. Steps fail, and weights change. With drafts, each step without chunks verifies three a
+row; where a row may have few tokens, many are right. The state of the first layer depends on its tokens' embeddings
+alone, so the recurrence is cheap.
 """
 
 from __future__ import annotations
@@ -31,7 +32,17 @@ from tests.examples import scale_examples
 
 VOCAB = 83
 MORE = ("lfm2", "granite_hybrid", "olmo_hybrid")
-CASES = ("qwen3_next", *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE))
+CASES = (
+    ("qwen3_next", False),
+    ("qwen3_next", True),
+    *(pytest.param(name, drafts, marks=pytest.mark.thorough) for name in MORE for drafts in (False, True)),
+)
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "num_speculative_tokens_per_batch_size": [[1, 64, 3]],
+}
 ERROR = 2e-5
 PAGES = 22  # of 8 tokens: fewer than four rows need
 SCALE = 0.5  # of the convolution of the first layer in new weights
@@ -43,7 +54,7 @@ class Farm(RuleBasedStateMachine):
     llms: tuple[LLM, ...]
     references: tuple[Reference, Reference]  # of the weights, and of those that they change to
     weights: tuple[Any, Any]
-    preemptions = hits = resumed = 0
+    preemptions = hits = resumed = passed = 0
 
     @initialize(which=st.integers(0, 1))
     def start(self, which: int) -> None:
@@ -63,6 +74,7 @@ class Farm(RuleBasedStateMachine):
             st.integers(1, 9), st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=6), max_size=2
         ),
         constrained=st.booleans(),
+        few=st.booleans(),
         many=st.integers(1, 3),
     )
     def admit(
@@ -76,6 +88,7 @@ class Farm(RuleBasedStateMachine):
         stop: list[int],
         forced: dict[int, list[int]],
         constrained: bool,
+        few: bool,
         many: int,
     ) -> None:
         begin = np.random.default_rng(shared // 64).integers(3, VOCAB, shared).tolist()
@@ -95,6 +108,7 @@ class Farm(RuleBasedStateMachine):
             n=n,
             stop_token_ids=stop,
             ignore_eos=True,
+            allowed_token_ids=[5, 9, 30] if few and not constrained else None,
             output_kind=OutputKind.FINAL_ONLY,
             structured_outputs=StructuredOutputsParams(regex="x") if constrained else None,
         )
@@ -118,6 +132,7 @@ class Farm(RuleBasedStateMachine):
             rows = {sequence.row: sequence for sequence in (*batch.decoding, *batch.prefilling)}
             type(self).hits += len(loaded)
             type(self).resumed += sum(row in rows and rows[row].num_preemptions > 0 for row in loaded)
+            type(self).passed += len(plan.state_saves) if plan.width > 1 else 0
             return start(runner, plan)
 
         runner.start = watch  # type: ignore[method-assign]
@@ -154,16 +169,26 @@ class Farm(RuleBasedStateMachine):
         (pool,) = self.llm.ready.runner.device.cache[1:]
         self.states = {name: np.asarray(array[0]) for name, array in pool.items()}
         batch, pages = self.engine.scheduler.batch, self.engine.scheduler.pages
+        num_computed, runs = np.asarray(self.llm.ready.runner.device.rows.num_computed), self.read_runs()
         for sequence in (*batch.decoding, *batch.prefilling):
-            if sequence.num_computed_tokens > len(sequence.token_ids):
-                assert sequence.num_computed_tokens == sequence.max_num_tokens, "its last token is not known yet"
-                continue
-            if sequence.num_computed_tokens:
-                self.compare(sequence.row, sequence.token_ids[: sequence.num_computed_tokens])
+            text, count = sequence.token_ids, sequence.num_computed_tokens
+            if sequence in batch.decoding:
+                text = [*text, *runs.get(sequence.ticket, (0,))[:-1]]
+                count = num_computed[sequence.row]
+                assert count == len(text) - (sequence.ticket not in runs)
+            if count:
+                self.compare(sequence.row, text[:count])
             for count, key in enumerate(sequence.pages.keys, 1):
                 if (slot := pages.snapshots._cached.get(key)) is not None:
                     self.compare(self.llm.ready.shapes.state.padding_row + slot, sequence.token_ids[: 8 * count])
         pages.check()
+
+    def read_runs(self) -> dict[int, Any]:
+        """The runs, by ticket, of the step that is not committed yet."""
+        if self.engine._in_flight is None:
+            return {}
+        plan, future = self.engine._in_flight
+        return dict(zip(plan.tickets, future.result().split_runs(), strict=True))
 
     def compare(self, slot: int, text: list[int]) -> None:
         """The state in a slot is that behind a text."""
@@ -187,7 +212,7 @@ def meet_each_case() -> None:
     """
     farm = Farm()
     farm.start(which=1)
-    plain: dict[str, Any] = {"turn": None, "n": 1, "stop": [], "forced": {}, "constrained": False}
+    plain: dict[str, Any] = {"turn": None, "n": 1, "stop": [], "forced": {}, "constrained": False, "few": False}
     for seed in range(3):
         farm.admit(shared=130, length=9, seed=seed, count=2, many=1, **plain)
         farm.step(times=20)
@@ -195,19 +220,22 @@ def meet_each_case() -> None:
     farm.step(times=120)
     farm.admit(shared=0, length=70, seed=5, count=30, many=2, **plain)
     farm.step(times=90)
+    farm.admit(shared=0, length=20, seed=7, count=100, many=3, **plain | {"few": True})
+    farm.step(times=120)
     farm.teardown()
 
 
 @pytest.mark.slow  # it compiles an engine, and each step is compared
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "drafts"), CASES)
 def test_each_state_is_that_of_the_tokens_of_its_row(
-    case: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    case: str, drafts: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"num_kv_pages_override": PAGES, "page_size": 8}
+    options: dict[str, Any] = {"num_kv_pages_override": PAGES, "page_size": 8}
+    options |= {"speculative_config": DRAFTS} if drafts else {}
     monkeypatch.setattr(startup, "_SNAPSHOTS_OF_ROW", 1)
     Farm.llms = tuple(engines.get(make_llm, case, async_scheduling=overlap, **options) for overlap in (False, True))
     Farm.references = make_reference(Farm.llms[0], 1), make_reference(Farm.llms[0], SCALE)
-    Farm.preemptions = Farm.hits = Farm.resumed = 0
+    Farm.preemptions = Farm.hits = Farm.resumed = Farm.passed = 0
     weights = jax.device_get(Farm.llms[0].ready.runner.params)
     first, *others = weights["layers"]
     Farm.weights = weights, weights | {"layers": [first | {"conv": first["conv"] * SCALE}, *others]}
@@ -221,3 +249,6 @@ def test_each_state_is_that_of_the_tokens_of_its_row(
     meet_each_case()
     print(f"{Farm.preemptions} preemptions, {Farm.hits} rows from snapshots, {Farm.resumed} of them after a preemption")
     assert Farm.preemptions > 0 and Farm.hits > Farm.resumed > 0
+    if drafts:
+        counts = [llm.ready.engine.scheduler.counts for llm in Farm.llms]
+        assert all(0 < each.num_accepted_tokens < each.num_draft_tokens for each in counts[1:]) and Farm.passed > 0

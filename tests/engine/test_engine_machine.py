@@ -93,7 +93,7 @@ class EngineMachine(RuleBasedStateMachine):
         groups = [PageGroup(num_pages)]
         num_snapshots, grid = snapshots or (0, 32)
         if snapshots is not None:
-            drafts, masks, host, caching = None, None, (0, 0), caching and num_snapshots > 0
+            masks, host, caching = None, (0, 0), caching and num_snapshots > 0
         if window is not None:
             groups.append(PageGroup(max(2, num_pages // 2), window))
         self.windows = [group.window for group in groups]

@@ -204,12 +204,6 @@ def test_an_embedding_that_is_not_finite_fails_alone(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("kinds", "options", "field", "words"),
     [
-        (
-            HYBRID,
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-            "speculative_config",
-            "keeps a recurrent state",
-        ),
         (HYBRID, {"kv_offloading_size": 0.01}, "kv_offloading_size", "keeps a recurrent state"),
         (HYBRID, {"enable_prefix_caching": True}, "enable_prefix_caching", "64 tokens apart.*max_model_len=60"),
         (HYBRID, {"mamba_block_size": 96}, "mamba_block_size", "multiple of 64.*: 64, 128 or 192"),

@@ -12,7 +12,8 @@ from jaxserve.request import Request
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.scheduler_options import SchedulerOptions
 from tests.engine.helpers import greedy, run
-from tests.fake_device import FakeDevice
+from tests.engine.test_grammars import Grammar
+from tests.fake_device import FakeDevice, continue_alone, make_drafter
 
 GRID = 64
 
@@ -26,6 +27,7 @@ def make_engine(
     budget: int = 256,
     num_pages: int = 800,
     overlap: bool = True,
+    drafts: tuple[str, int] = ("", 0),
     **options: object,
 ) -> tuple[Engine, FakeDevice]:
     groups, page_size = [PageGroup(num_pages)], 16
@@ -46,10 +48,15 @@ def make_engine(
         keeps_states=True,
         chunk_edges=(64, 32),
         snapshot_grid=grid if caching else 0,
+        verify_widths=((rows, drafts[1] + 1),) if drafts[1] else (),
+        max_drafts=drafts[1],
+        fixed_drafts=((1, rows, drafts[1]),) if drafts[1] else None,
         options=SchedulerOptions(**options),  # type: ignore[arg-type]
     )
     device = FakeDevice(groups, page_size=page_size)
     device.keeps_states = True
+    if drafts[1]:
+        device.drafter, device.max_drafts = make_drafter(drafts[0]), drafts[1]
     return Engine(Scheduler(limits, pages), device, overlap=overlap), device
 
 
@@ -96,6 +103,50 @@ def test_the_next_turn_of_a_conversation_computes_no_more_than_a_cell_twice(over
             assert len(text) - answer.num_cached_tokens <= (20 if turn else first) + GRID
             text = [*text, *answer.outputs[0].token_ids, *make_text(20, turn)]
         assert len(device.snapshots) <= 40
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "random"])
+@pytest.mark.parametrize("num_drafts", [1, 4, 70])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_verify_steps_pass_points_and_leave_snapshots_there(overlap: bool, num_drafts: int, kind: str) -> None:
+    """Wherever runs end. Rows are preempted, too. A run that may pass two points leaves one snapshot, or none."""
+    engine, device = make_engine(num_pages=90, overlap=overlap, drafts=(kind, num_drafts))
+    texts = [make_text(length, length) for length in (61, 63, 64, 70, 127, 130)]
+    for turn in range(2):
+        done = run(engine, [greedy(str(index), text, 150 + index) for index, text in enumerate(texts)])
+        for index, text in enumerate(texts):
+            ids = done[str(index)].outputs[0].token_ids
+            assert ids == continue_alone(text, 150 + index, [None], 1009)
+            text += [*ids, 5]
+            found = run(engine, [greedy("again", text, 2)])["again"].num_cached_tokens
+            assert turn or num_drafts > GRID // 2 or len(text) - found <= GRID + 1
+    assert engine.scheduler.counts.num_preemptions > 0 and engine.scheduler.pages.snapshots.num_pending == 0
+    assert any(plan.width > 1 and plan.state_saves for plan in device.plans)
+    assert any(plan.state_loads for plan in device.plans)
+
+
+@pytest.mark.parametrize("length", range(123, 128))
+@pytest.mark.parametrize("forced", [2, 10, 150])
+def test_forced_text_jumps_over_a_point_that_a_verify_step_did_not_pass(forced: int, length: int) -> None:
+    """No state is found there that nobody wrote, while chunks go on behind it."""
+    engine, device = make_engine(grid=128, budget=80, drafts=("right", 4))
+    engine._grammars._vocab_size, device.wants_edges, text = 1009, False, make_text(length, 1)
+    answer = [*continue_alone(text, 1, [None], 1009), *make_text(forced, 9)]
+    params = SamplingParams(max_tokens=forced + 40, detokenize=False, output_kind=OutputKind.FINAL_ONLY)
+    engine.add_request(Request("a", tuple(text), params, grammar=Grammar(forced={1: answer[1:]})))
+    expected, reserved = text + answer + continue_alone(text + answer, 39, [None], 1009), 0
+    snapshots = engine.scheduler.pages.snapshots
+    while engine.has_unfinished:
+        engine.step()
+        for sequence in engine.scheduler.batch.by_ticket.values():
+            assert sequence.token_ids == expected[: len(sequence.token_ids)]
+            for count, key in enumerate(sequence.pages.keys, 1):
+                if (slot := snapshots._cached.get(key)) is not None:
+                    assert device.snapshots[slot] == expected[: 16 * count]
+        reserved += any(save[2] > length + 2 for save in device.plans[-1].state_saves if device.plans[-1].width > 1)
+    assert reserved or length > 125
+    assert sequence.token_ids == expected
+    engine.scheduler.pages.check()
 
 
 def test_rows_that_are_not_aligned_with_each_other_keep_their_snapshots_and_most_loops() -> None:

@@ -43,7 +43,7 @@ class Recurrence:
     @property
     def memory(self) -> LayerMemory:
         arrays = StateArray("sum", (HIDDEN,), "float32", (None,)), StateArray("count", (), "int32", ())
-        return RecurrentState(arrays, edge=64)
+        return RecurrentState(arrays, edge=64, streams=())
 
 
 @dataclass(frozen=True)

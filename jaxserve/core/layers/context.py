@@ -17,10 +17,16 @@ Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines and si
 
 @flax.struct.dataclass
 class StateSlots:
-    """The slots of a step's rows in pools of recurrent state: where each reads, and where it writes (recurrent.py)."""
+    """The slots of a step's rows in pools of recurrent state: where each reads, and where it writes (recurrent.py).
+
+    With `leaves_pending` no row writes, and the step's streams are kept. `pending` are the places of a step's tokens
+    among those that were kept.
+    """
 
     read: Int[Array, " S"]
     write: Int[Array, " S"]
+    pending: Int[Array, " T"] | None = None
+    leaves_pending: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 @dataclass(frozen=True)

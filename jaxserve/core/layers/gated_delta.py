@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.core.layers.activations import ACTIVATIONS
-from jaxserve.core.layers.by_head import Pool, run_by_head
+from jaxserve.core.layers.by_head import Pool, run_by_head, settle_by_head
 from jaxserve.core.layers.context import LayerContext, StateSlots
 from jaxserve.core.layers.convolution import convolve_heads
 from jaxserve.core.layers.delta_rule import TILE, HeadSizes, RuleInputs, apply_rule
@@ -23,6 +23,7 @@ from jaxserve.core.sharding import Axes
 from pallas_kernels.spec import BatchMeta
 
 _INPUTS, _STATE = "inputs", "state"
+_STREAMS = "qkvz", "ba"
 _AXES: dict[str, Axes] = {
     "conv": (None, "kv_heads"),
     "decay": ("heads",),
@@ -80,7 +81,9 @@ class GatedDeltaConfig:
         )
         shape = (self.num_value_heads, self.key_dim, self.value_dim)
         state = StateArray(_STATE, shape, self.state_dtype, ("heads", None, None))
-        return RecurrentState((inputs, state), edge=TILE)
+        columns = self.num_key_heads * self.head_columns, 2 * self.num_value_heads
+        streams = (StateArray(name, (size,), None, ("kv_heads",)) for name, size in zip(_STREAMS, columns, strict=True))
+        return RecurrentState((inputs, state), edge=TILE, streams=tuple(streams))
 
     @property
     def num_activations(self) -> int:
@@ -97,10 +100,15 @@ def mix_by_delta_rule(
     gates z; `ba` [D, K * 2r] the same of the inputs of beta, then of the decays; `conv` [W, K * (2A + rB)]; `decay` [N]
     (A_log) and `decay_bias` [N], float32; `out_norm` [B]; `o` [N * B, D].
     """
-    streams = linear(ctx, leaves["qkvz"], x), linear(ctx, leaves["ba"], x)
+    qkvz, ba = (linear(ctx, leaves[name], x) for name in _STREAMS)
     mix = partial(_mix_here, config, norm, ctx.offset)
-    out, pool = run_by_head(mix, config.memory, streams, leaves, _AXES, ctx)
+    out, pool = run_by_head(mix, config.memory, (qkvz, ba), leaves, _AXES, ctx)
     return linear(ctx, leaves["o"], out, reduce=True), pool
+
+
+def settle_delta_rule(config: GatedDeltaConfig, norm: NormConfig, leaves: Mapping[str, Any], ctx: LayerContext) -> Pool:
+    """Returns the pool after the pending tokens of the batch."""
+    return settle_by_head(partial(_mix_here, config, norm, ctx.offset), config.memory, leaves, _AXES, ctx)
 
 
 def _mix_here(

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.core.layers.activations import ACTIVATIONS
-from jaxserve.core.layers.by_head import Pool, run_by_head
+from jaxserve.core.layers.by_head import Pool, run_by_head, settle_by_head
 from jaxserve.core.layers.context import LayerContext, StateSlots
 from jaxserve.core.layers.convolution import convolve_heads
 from jaxserve.core.layers.linear import linear
@@ -25,6 +25,7 @@ from jaxserve.core.sharding import TENSOR_AXIS, Axes
 from pallas_kernels.spec import BatchMeta
 
 _INPUTS, _STATE = "inputs", "state"
+_STREAM = "zxbcdt"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Mamba2Config:
         inputs = StateArray(_INPUTS, shape, None, ("groups", None))
         shape = (self.num_heads, self.head_dim, self.state_size)
         state = StateArray(_STATE, shape, self.state_dtype, ("heads", None, None))
-        return RecurrentState((inputs, state), edge=TILE)
+        stream = StateArray(_STREAM, (self.num_groups * self.group_columns,), None, ("groups",))
+        return RecurrentState((inputs, state), edge=TILE, streams=(stream,))
 
     @property
     def num_activations(self) -> int:
@@ -95,10 +97,15 @@ def mix_by_state_space(
     heads' dt; `conv` [W, G * (rP + 2A)] and perhaps `conv_bias`; `decay` (A_log), `decay_bias` (of dt) and `skip` (D)
     [N], float32; `out_norm` [N * P]; `o` [N * P, D].
     """
-    streams = (linear(ctx, leaves["zxbcdt"], x),)
+    streams = (linear(ctx, leaves[_STREAM], x),)
     mix = partial(_mix_here, config, norm, ctx.offset)
     out, pool = run_by_head(mix, config.memory, streams, leaves, config.axes, ctx)
     return linear(ctx, leaves["o"], out, reduce=True), pool
+
+
+def settle_state_space(config: Mamba2Config, norm: NormConfig, leaves: Mapping[str, Any], ctx: LayerContext) -> Pool:
+    """Returns the pool after the pending tokens of the batch."""
+    return settle_by_head(partial(_mix_here, config, norm, ctx.offset), config.memory, leaves, config.axes, ctx)
 
 
 def _mix_here(

@@ -25,7 +25,7 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class StateArray:
-    """One array of a recurrent state, for one row. `axes` are logical (sharding.py).
+    """One array of a recurrent state, for one row, or of its streams, for one token. `axes` are logical (sharding.py).
 
     A `dtype` of None is the model's.
     """
@@ -41,15 +41,22 @@ class RecurrentState:
     """A state of fixed size for each row, which every step replaces (recurrent.py reads and writes it).
 
     It is that after the row's last token and cannot be taken back; snapshots keep earlier ones. A text that is cut at
-    multiples of `edge` tokens has the bits of the whole.
+    multiples of `edge` tokens has the bits of the whole. `streams` are what it is made of: the arrays [..., T, C] that
+    its mixer reads of T tokens, each described as that of one token. They are kept until it is known which tokens of a
+    verify step stay.
     """
 
     arrays: tuple[StateArray, ...]
     edge: int
+    streams: tuple[StateArray, ...]
 
     def with_dtype(self, dtype: str) -> RecurrentState:
         """Returns the state of a model of this dtype."""
-        return replace(self, arrays=tuple(replace(array, dtype=array.dtype or dtype) for array in self.arrays))
+
+        def name(arrays: tuple[StateArray, ...]) -> tuple[StateArray, ...]:
+            return tuple(replace(array, dtype=array.dtype or dtype) for array in arrays)
+
+        return replace(self, arrays=name(self.arrays), streams=name(self.streams))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Texts are cut into tiles at the multiples of 64 of their own positions, whatever the step's cuts. A tile of one token is
 computed by the recurrence, several rows at a time. What longer tiles need beside the state in front of them is made for
 a few of them at once, and the states go through these tiles one after another. So temporaries stay small, and each tile
-has the same bits whatever stands beside it.
+has the same bits whatever stands beside it. In a verify step no row has more tokens than drafts and one: they are
+computed by the recurrence, too, as plain steps would.
 """
 
 from __future__ import annotations
@@ -96,6 +97,16 @@ class _Tiles(NamedTuple):
     count: Int[Array, ""]
 
 
+class _Runs(NamedTuple):
+    """Rows with a few tokens each; behind `count` there are none."""
+
+    slots: Int[Array, " S"]
+    homes: Int[Array, " S"]
+    starts: Int[Array, " S"]  # the first token in the step
+    lengths: Int[Array, " S"]
+    count: Int[Array, ""] | int
+
+
 class _Singles(NamedTuple):
     """Rows with a tile of one token; behind `count` there are none."""
 
@@ -123,6 +134,9 @@ def run_recurrence(
             slots.read, slots.write, jnp.where(lengths > 0, batch.query_start_loc[:-1], len(out)), len(lengths)
         )
         pool, out = run_rows(everything, (pool, out))
+    elif batch.max_query_len is not None:
+        runs, most = _list_runs(batch, slots, pool.shape[1])
+        pool, out = _run_few(rule, num_tokens, offset, runs, most, (pool, out))
     else:
         first, tiles, last = _cut(batch, slots, num_tokens, pool.shape[1])
         pool, out = run_rows(first, (pool, out))
@@ -157,6 +171,20 @@ def _cut(batch: BatchMeta, slots: StateSlots, num_tokens: int, nowhere: int) -> 
     return before, tiles, after
 
 
+def _list_runs(batch: BatchMeta, slots: StateSlots, nowhere: int) -> tuple[_Runs, Int[Array, ""] | int]:
+    """Returns the rows that have tokens, and the most of any.
+
+    In a verify step they are all rows and all its tokens, so that its cost can be measured on padding.
+    """
+    starts, lengths = batch.query_start_loc[:-1], jnp.diff(batch.query_start_loc)
+    if slots.leaves_pending:
+        assert batch.max_query_len is not None
+        return _Runs(slots.read, slots.write, starts, lengths, len(lengths)), batch.max_query_len
+    found, count = _find(lengths > 0)
+    places = _take(slots.read, found, nowhere), _take(slots.write, found, nowhere)
+    return _Runs(*places, _take(starts, found, 0), _take(lengths, found, 0), count), jnp.max(lengths)
+
+
 def _list_rows(
     chosen: Bool[Array, " S"],
     read: Int[Array, " S"],
@@ -165,12 +193,19 @@ def _list_rows(
     nowhere: int,
 ) -> _Singles:
     """Returns the chosen rows, in their order."""
+    found, count = _find(chosen)
+    places = _take(read, found, nowhere), _take(write, found, nowhere)
+    return _Singles(*places, _take(tokens, found, jnp.iinfo(jnp.int32).max), count)
+
+
+def _take(values: Int[Array, " S"], rows: Int[Array, " S"], absent: int) -> Int[Array, " S"]:
+    return values.at[rows].get(mode="fill", fill_value=absent)
+
+
+def _find(chosen: Bool[Array, " S"]) -> tuple[Int[Array, " S"], Int[Array, ""]]:
+    """Returns the chosen rows in their order, then numbers of no row; and how many are chosen."""
     (found,) = jnp.nonzero(chosen, size=len(chosen), fill_value=len(chosen))
-
-    def take(values: Int[Array, " S"], absent: int) -> Int[Array, " S"]:
-        return values.at[found].get(mode="fill", fill_value=absent)
-
-    return _Singles(take(read, nowhere), take(write, nowhere), take(tokens, jnp.iinfo(jnp.int32).max), chosen.sum())
+    return found, chosen.sum()
 
 
 def _run_rows(
@@ -192,6 +227,44 @@ def _run_rows(
         return pool, out.at[ids].set(answer.astype(out.dtype), mode="drop")
 
     return lax.fori_loop(0, (singles.count + at_once - 1) // at_once, run_some, carry)
+
+
+def _run_few(
+    rule: Recurrence,
+    num_tokens: int,
+    offset: int,
+    runs: _Runs,
+    most: Int[Array, ""] | int,
+    carry: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the pool and the answers after the tokens of these rows, whose states are read and written once.
+
+    No row has more than `most` tokens.
+    """
+    at_once = min(_ROWS, len(runs.homes))
+    spare = -len(runs.homes) % at_once
+    nowhere, beyond, kept = carry[0].shape[1], len(carry[1]), jnp.finfo(carry[0].dtype)
+    rows = [
+        jnp.pad(each, (0, spare), constant_values=value)
+        for each, value in zip(runs[:4], (nowhere, nowhere, 0, 0), strict=True)
+    ]
+
+    def run_some(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        pool, out = carry
+        source, home, starts, lengths = (lax.dynamic_slice_in_dim(each, index * at_once, at_once) for each in rows)
+        state = read_slots(pool, offset, source).astype(jnp.float32)
+
+        def run_token(at: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            state, out = carry
+            ids, valid = starts + at, at < lengths
+            answer, state = rule.step(rule.take(ids, valid), state)
+            state = lax.reduce_precision(state, kept.nexp, kept.nmant)  # as between plain steps
+            return state, out.at[jnp.where(valid, ids, beyond)].set(answer.astype(out.dtype), mode="drop")
+
+        state, out = lax.fori_loop(0, most, run_token, (state, out))
+        return write_slots(pool, offset, home, state), out
+
+    return lax.fori_loop(0, (runs.count + at_once - 1) // at_once, run_some, carry)
 
 
 def _run_tiles(

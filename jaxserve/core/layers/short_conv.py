@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.core.layers.by_head import Pool, run_by_head
+from jaxserve.core.layers.by_head import Pool, run_by_head, settle_by_head
 from jaxserve.core.layers.context import LayerContext, StateSlots
 from jaxserve.core.layers.convolution import convolve
 from jaxserve.core.layers.linear import linear
@@ -21,7 +21,7 @@ from jaxserve.core.layers.recurrent import read_slots, write_slots
 from jaxserve.core.sharding import Axes
 from pallas_kernels.spec import BatchMeta
 
-_INPUTS = "inputs"
+_INPUTS, _STREAM = "inputs", "bcx"
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class ShortConvConfig:
     @property
     def memory(self) -> RecurrentState:
         """Each channel's last inputs of the convolution, in the model's dtype."""
-        shape = (self.conv_size - 1, self.num_channels)
-        return RecurrentState((StateArray(_INPUTS, shape, None, (None, "channels")),), edge=1)
+        inputs = StateArray(_INPUTS, (self.conv_size - 1, self.num_channels), None, (None, "channels"))
+        stream = StateArray(_STREAM, (3, self.num_channels), None, (None, "channels"))
+        return RecurrentState((inputs,), edge=1, streams=(stream,))
 
     @property
     def num_activations(self) -> int:
@@ -63,10 +64,15 @@ def mix_by_convolution(
     and, with a bias, `conv_bias` [C]; `o` [C, D].
     """
     del norm  # every mixer gets one
-    streams = (linear(ctx, leaves["bcx"], x),)
-    mix = partial(_mix_here, ctx.offset)
-    out, pool = run_by_head(mix, config.memory, streams, leaves, config.axes, ctx)
+    streams = (linear(ctx, leaves[_STREAM], x),)
+    out, pool = run_by_head(partial(_mix_here, ctx.offset), config.memory, streams, leaves, config.axes, ctx)
     return linear(ctx, leaves["o"], out, reduce=True), pool
+
+
+def settle_convolution(config: ShortConvConfig, norm: NormConfig, leaves: Mapping[str, Any], ctx: LayerContext) -> Pool:
+    """Returns the pool after the pending tokens of the batch."""
+    del norm
+    return settle_by_head(partial(_mix_here, ctx.offset), config.memory, leaves, config.axes, ctx)
 
 
 def _mix_here(

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from jaxserve.core.layers.attention import AttentionConfig, attend
 from jaxserve.core.layers.context import LayerContext
-from jaxserve.core.layers.gated_delta import GatedDeltaConfig, mix_by_delta_rule
+from jaxserve.core.layers.gated_delta import GatedDeltaConfig, mix_by_delta_rule, settle_delta_rule
 from jaxserve.core.layers.latent_attention import attend_latent
-from jaxserve.core.layers.mamba2 import Mamba2Config, mix_by_state_space
+from jaxserve.core.layers.mamba2 import Mamba2Config, mix_by_state_space, settle_state_space
 from jaxserve.core.layers.memory import Mixer, NoMixer
 from jaxserve.core.layers.moe import feed_forward
 from jaxserve.core.layers.norm import NormConfig, normalize
-from jaxserve.core.layers.short_conv import ShortConvConfig, mix_by_convolution
+from jaxserve.core.layers.short_conv import ShortConvConfig, mix_by_convolution, settle_convolution
 from jaxserve.core.models.base import DecoderConfig, LayerKind, Leaves, Stream
 
 
@@ -62,6 +62,18 @@ _MIXERS: dict[type, Callable[..., tuple[Stream, Any]]] = {
 def mix(mixer: Mixer, norm: NormConfig, leaves: Leaves, x: Stream, ctx: LayerContext) -> tuple[Stream, Any]:
     """The mixer that the layer has: attention, or a block with a recurrent state."""
     return _MIXERS[type(mixer)](mixer, norm, leaves, x, ctx)
+
+
+_SETTLERS: dict[type, Callable[..., Any]] = {
+    GatedDeltaConfig: settle_delta_rule,
+    Mamba2Config: settle_state_space,
+    ShortConvConfig: settle_convolution,
+}
+
+
+def settle(mixer: Mixer, norm: NormConfig, leaves: Leaves, ctx: LayerContext) -> Any:
+    """Returns a mixer's pool after those pending tokens of the step before that are in the batch (recurrent.py)."""
+    return _SETTLERS[type(mixer)](mixer, norm, leaves, ctx)
 
 
 hybrid_layer = partial(pre_norm_layer, attend=mix)

@@ -22,6 +22,7 @@ from jaxserve.core.layers.moe import MoEConfig
 from jaxserve.core.layers.norm import normalize
 from jaxserve.core.layers.rope import rotary_table
 from jaxserve.core.models.base import DecoderConfig, LayerKind
+from jaxserve.core.models.blocks import settle
 from jaxserve.errors import ConfigError
 from jaxserve.families.registry import FAMILIES
 from pallas_kernels.spec import BatchMeta
@@ -112,6 +113,27 @@ def forward(
     if config.num_layers in aux_layers:
         captured.append(x)
     return x, tuple(written), jnp.concatenate(captured, axis=-1) if captured else None
+
+
+def settle_states(
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    pools: Pools,
+    batch: BatchMeta,
+    *,
+    layout: CacheLayout,
+    mesh: Mesh | None,
+    slots: StateSlots,
+) -> Pools:
+    """Returns the pools after recurrent states have followed pending tokens, which `batch` and `slots` name."""
+    written = list(pools)
+    for index, kind in enumerate(config.layers):
+        pool = layout.state_pools[index]
+        if pool is not None:
+            own = written[pool], layout.offsets[index], config.windows[index]
+            ctx = LayerContext(mesh, None, batch, *own, slots)
+            written[pool] = settle(kind.mixer, config.norm, params["layers"][index], ctx)
+    return tuple(written)
 
 
 def list_contexts(

@@ -3,7 +3,8 @@
 A slot is in one of three states:
 
     free      content unknown                             save: free or cached (evicts) -> pending
-    pending   written by a step that is not committed     publish: pending -> cached; release: pending -> free
+    pending   to be written by a step that is not         publish: pending -> cached; release, give_up: -> free
+              committed, or by a later one
     cached    content known by its key                    a newer one of its sequence is published: cached -> free
 
 A step reads snapshots before its forward pass and writes them behind it, and the device runs steps in order. So a slot
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingSnapshot:
     """A snapshot that is not committed: that of the first `num_tokens` tokens, in a slot.
 
     `rolls`: it replaces the last one of its sequence that rolled.
@@ -40,7 +41,11 @@ class SequenceStates:
     junction: int = 0  # tokens of a prefix whose pages are cached further than any snapshot reaches; 0: none
     num_lost_tokens: int = 0  # of that prefix, behind the snapshot
     rolling: tuple[bytes, int] | None = None  # key and slot of the last published one, which the next replaces
-    pending: list[Pending] = field(default_factory=list)
+    pending: list[PendingSnapshot] = field(default_factory=list)  # in the order of their tokens
+
+    def find_pending(self, num_tokens: int) -> PendingSnapshot | None:
+        """Returns the first pending snapshot behind more than `num_tokens` tokens."""
+        return next((each for each in self.pending if each.num_tokens > num_tokens), None)
 
 
 class Snapshots:
@@ -82,16 +87,16 @@ class Snapshots:
             states.junction, states.num_lost_tokens = longest * page_size, (longest - num_pages) * page_size
         return num_pages
 
-    def save(self, states: SequenceStates, num_tokens: int, *, rolls: bool) -> int | None:
-        """Returns the slot for the state behind the first tokens; None while the slots of all are pending."""
+    def save(self, states: SequenceStates, num_tokens: int, *, rolls: bool) -> PendingSnapshot | None:
+        """Returns a snapshot for the state behind the first tokens; None while the slots of all are pending."""
         if not self._free and self._cached:
             self._forget(next(iter(self._cached)))
         if not self._free:
             return None
         slot = self._free.pop()
         self._pending.add(slot)
-        states.pending.append(Pending(num_tokens, slot, rolls))
-        return slot
+        states.pending.append(PendingSnapshot(num_tokens, slot, rolls))
+        return states.pending[-1]
 
     def publish(self, states: SequenceStates, keys: Sequence[bytes], num_tokens: int, page_size: int) -> None:
         """Makes the snapshots of the first `num_tokens` committed tokens known by the keys of their last pages.
@@ -116,11 +121,15 @@ class Snapshots:
 
     def release(self, states: SequenceStates) -> None:
         """Frees what is pending, as its sequence ends or gives up its row."""
-        for pending in states.pending:
-            self._pending.remove(pending.slot)
-            self._free.append(pending.slot)
-        states.pending.clear()
+        self.give_up(states, 0)
         states.start = None
+
+    def give_up(self, states: SequenceStates, num_tokens: int) -> None:
+        """Frees what is pending behind more than `num_tokens` tokens, which no step has written."""
+        while states.pending and states.pending[-1].num_tokens > num_tokens:
+            slot = states.pending.pop().slot
+            self._pending.remove(slot)
+            self._free.append(slot)
 
     def drop_index(self) -> None:
         """Forgets all snapshots but the pending ones."""

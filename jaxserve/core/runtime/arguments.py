@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jaxserve.core.layers.memory import StateArray
+from jaxserve.core.layers.recurrent import PENDING
 from jaxserve.core.layers.stack import stack_specs
 from jaxserve.core.models.base import ParamSpec
 from jaxserve.core.runtime.compile import ProgramCompiler
@@ -23,7 +25,7 @@ from jaxserve.core.runtime.sizes import Sizes
 from jaxserve.core.runtime.step_model import StepModel
 from jaxserve.core.runtime.step_programs import EnginePrograms
 from jaxserve.core.sampling import sampler_state_specs
-from jaxserve.core.sharding import DEFAULT_RULES, KV_POOL_AXES
+from jaxserve.core.sharding import DEFAULT_RULES, KV_POOL_AXES, Axes
 from jaxserve.families.registry import param_specs
 
 
@@ -102,19 +104,33 @@ def describe_rows(shapes: Shapes, sharding: Sharding | None) -> RowState:
     return row_state_specs(shapes.state, sharding, columns)
 
 
-def describe_states(sizes: Sizes, plan: CachePlan, mesh: Mesh) -> list[dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the abstract values of the pools of recurrent states: [L, slots, ...] by name, of rows and snapshots."""
-    return [
-        {
-            array.name: jax.ShapeDtypeStruct(
-                (num_layers, sizes.state.padding_row + plan.num_snapshots, *array.shape),
-                jnp.dtype(array.dtype),
-                sharding=DEFAULT_RULES.sharding(mesh, (None, None, *array.axes)),
-            )
+def describe_states(sizes: Sizes, plan: CachePlan, mesh: Mesh) -> list[dict[str, Any]]:
+    """Returns the abstract values of the pools of recurrent states: [L, slots, ...] by name, of rows and snapshots.
+
+    Where steps verify drafts, a pool also has the streams of a step's tokens.
+    """
+    num_slots, num_pending = sizes.state.padding_row + plan.num_snapshots, sizes.state.max_pending
+
+    def describe(array: StateArray, shape: tuple[int, ...], axes: Axes) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(array.dtype), sharding=DEFAULT_RULES.sharding(mesh, axes))
+
+    pools = []
+    for state, num_layers in sizes.model.states:
+        pool: dict[str, Any] = {
+            array.name: describe(array, (num_layers, num_slots, *array.shape), (None, None, *array.axes))
             for array in state.arrays
         }
-        for state, num_layers in sizes.model.states
-    ]
+        if num_pending:
+            pool[PENDING] = tuple(
+                describe(
+                    stream,
+                    (num_layers, *stream.shape[:-1], num_pending, stream.shape[-1]),
+                    (None, *stream.axes[:-1], None, stream.axes[-1]),
+                )
+                for stream in state.streams
+            )
+        pools.append(pool)
+    return pools
 
 
 def _share(specs: Any, sharding: Sharding) -> Any:

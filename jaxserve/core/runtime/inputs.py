@@ -33,6 +33,7 @@ class StateShape:
     max_page_updates: int  # U, page-table entries that one step can set
     max_drafts: int = 0  # K, of a row; 0: no step verifies any
     max_state_copies: int = 0  # C, between rows and snapshots of recurrent states; 0: there are no snapshots
+    max_pending: int = 0  # tokens of a verify step that recurrent states follow behind it; 0: there are none
 
     @property
     def padding_row(self) -> int:
@@ -54,6 +55,7 @@ class StepInputs(NamedTuple):
     copy_sources: Any  # [C] slots of recurrent states
     copy_targets: Any  # [C]
     copy_ends: Any  # [2] of the copies before the forward pass, and of all; [0] if C is 0
+    copy_points: Any  # [C] tokens that the row of a copy behind the pass must have then; [0] if the host knows
     sampling: Any  # [S, NUM_SAMPLING_FIELDS] bits, see rows.py
 
 
@@ -75,6 +77,7 @@ class InputLayout:
             copy_sources=state.max_state_copies,
             copy_targets=state.max_state_copies,
             copy_ends=2 if state.max_state_copies else 0,
+            copy_points=state.max_state_copies if state.max_pending else 0,
             sampling=rows * NUM_SAMPLING_FIELDS,
         )
         self.bucket, self.state = bucket, state
@@ -111,9 +114,11 @@ class InputLayout:
         added, first = packed.copy(), self.state.padding_row  # of the slots of snapshots
         views = self.views(added)
         copies = [(first + slot, row) for row, slot in plan.state_loads]
-        copies += [(row, first + slot) for row, slot in plan.state_saves]
+        copies += [(row, first + slot) for row, slot, _ in plan.state_saves]
         views.copy_sources[: len(copies)], views.copy_targets[: len(copies)] = zip(*copies, strict=True)
         views.copy_ends[:] = len(plan.state_loads), len(copies)
+        if views.copy_points.size:
+            views.copy_points[len(plan.state_loads) : len(copies)] = [point for *_, point in plan.state_saves]
         added.flags.writeable = False
         return added
 

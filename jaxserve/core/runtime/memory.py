@@ -44,6 +44,7 @@ class DeviceUse:
     buffers: int  # of features, beside their state
     reserve: int  # for modules and command buffers, which appear at first execution
     recurrent: int = 0  # recurrent states of all rows
+    pending: int = 0  # the tokens of a verify step, as recurrent layers read them
     rows: int = 0  # that have them; no bytes
     sequence: int = 0  # pages of a sequence of `max_model_len` tokens, the least that pools may hold; not in use yet
 

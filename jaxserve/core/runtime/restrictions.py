@@ -101,23 +101,25 @@ def _require_tile(config: EngineConfig, model: DecoderConfig) -> None:
 
 def _refuse_options(config: EngineConfig, model: DecoderConfig) -> EngineConfig:
     """Returns the options of a model that cannot have some of them, without a prefix cache if it reads texts whole."""
-    reason = "generates no text"
-    given: list[tuple[str, object, object]] = [("speculative_config", config.speculation.speculative_config, None)]
+    given: list[tuple[str, object, object, str]] = []
+    whole, state, silent = "computes each text whole, in one step", "keeps a recurrent state", "generates no text"
+    if model.reads_whole or not model.generates:
+        reason = whole if model.reads_whole else silent
+        given.append(("speculative_config", config.speculation.speculative_config, None, reason))
     if model.reads_whole or model.states:
-        reason = "computes each text whole, in one step" if model.reads_whole else "keeps a recurrent state"
-        given.append(("kv_offloading_size", config.cache.kv_offloading_size, None))
+        reason = whole if model.reads_whole else state
+        given.append(("kv_offloading_size", config.cache.kv_offloading_size, None, reason))
     if model.reads_whole:
-        given.append(("enable_prefix_caching", config.cache.enable_prefix_caching or False, False))
+        given.append(("enable_prefix_caching", config.cache.enable_prefix_caching or False, False, whole))
     if not model.generates:
-        given.append(("max_decode_steps", config.scheduler.max_decode_steps, 1))
-    if not model.generates:
-        given.append(("deterministic", config.scheduler.deterministic, False))
-    for field, value, unset in given:
+        given.append(("max_decode_steps", config.scheduler.max_decode_steps, 1, silent))
+        given.append(("deterministic", config.scheduler.deterministic, False, silent))
+    for field, value, unset, reason in given:
         if value != unset:
             raise ConfigError(f"is not for {model.family}, which {reason}; leave it out", field=field, value=value)
     if not model.reads_whole:
         return config
-    _log.info("prefix caching is off: %s %s", model.family, reason)
+    _log.info("prefix caching is off: %s %s", model.family, whole)
     return replace(config, cache=replace(config.cache, enable_prefix_caching=False))
 
 

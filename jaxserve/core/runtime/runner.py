@@ -54,6 +54,7 @@ class StartedStep:
     selected: SelectedLines
     prompt_logprobs: Any
     embeddings: Any
+    inputs: np.ndarray  # packed
     drafts: bool = False  # whether drafts follow its tokens
     beside: Sequence[InFlight] = ()
 
@@ -169,7 +170,8 @@ class ModelRunner:
     def _warm_up(self, bucket: Bucket) -> None:
         """Runs the programs of a bucket on padding, which touches no row."""
         layout = self._layouts.setdefault(bucket, InputLayout(bucket, self._state_shape))
-        selected, hidden = self._run(bucket, layout.new())
+        packed = layout.new()
+        selected, hidden = self._run(bucket, packed)
         targets = np.zeros(bucket.tokens, np.int32) if bucket.is_mixed and self._variants else None
         prompt_logprobs = self._find_prompt_logprobs(hidden, targets)
         embeddings = self._embed(hidden) if bucket.width == 1 else None
@@ -179,7 +181,8 @@ class ModelRunner:
         for variant in sorted(set(self._variants.values())):  # none if the engine only makes embeddings
             if bucket.is_decode and ("loop", (bucket, variant)) in self.device.programs:
                 self._run_loop(bucket, variant, layout.new())
-            StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings, drafts).sample().result()
+            step = StartedStep(self, bucket, 0, variant, True, selected, prompt_logprobs, embeddings, packed, drafts)
+            step.sample().result()
         self._time_bucket(bucket, SampleVariant.GREEDY)
 
     def _time_bucket(self, bucket: Bucket, variant: SampleVariant) -> None:
@@ -194,8 +197,9 @@ class ModelRunner:
         for _ in range(1 + _ROUNDS):
             start = time.perf_counter()
             for _ in range(_STEPS_OF_ROUND):
-                selected, _ = self._run(bucket, self._layouts[bucket].new())
-                step = StartedStep(self, bucket, 0, variant, False, selected, None, None, bucket.width > 1)
+                packed = self._layouts[bucket].new()
+                selected, _ = self._run(bucket, packed)
+                step = StartedStep(self, bucket, 0, variant, False, selected, None, None, packed, bucket.width > 1)
                 future = step.sample()
             future.wait()
             rounds.append((time.perf_counter() - start) / _STEPS_OF_ROUND)
@@ -229,8 +233,9 @@ class ModelRunner:
             packed.variant,
             packed.wants_logprobs,
             selected,
-            self._find_prompt_logprobs(hidden, self._find_targets(plan, bucket)),
+            self._find_prompt_logprobs(hidden, _list_targets(plan, bucket, self._mirror)),
             self._embed(hidden) if self._wants_embeddings(plan) else None,
+            packed.inputs,
             plan.num_drafts > 0,
             beside,
         )
@@ -249,6 +254,9 @@ class ModelRunner:
             device.sampler = sampler
         for feature, own in zip(self.features, kept, strict=True):
             feature.keep(own)
+        if bucket.width > 1 and self._state_shape.max_pending:
+            program = device.programs.get("settle", (bucket.rows, bucket.width))
+            device.cache = call_program(program, self.params, device.cache, device.rows, step.inputs, sampled.ids)
         if not step.drafts:
             sampled = SampledTokens(sampled.ids)  # the host does not read them
         else:
@@ -291,25 +299,26 @@ class ModelRunner:
     def _wants_embeddings(self, plan: StepPlan) -> bool:
         return any(chunk.is_last and self._mirror.wants_embedding(chunk.row) for chunk in plan.chunks)
 
-    def _find_targets(self, plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
-        """Returns the token after each token of the step [T]; None if no row wants a prompt's log-probabilities.
-
-        Rows with a single token end their prompt or follow it, so decode buckets need none.
-        """
-        if not bucket.is_mixed or not any(self._mirror.wants_prompt_logprobs(chunk.row) for chunk in plan.chunks):
-            return None
-        targets, at = np.zeros(bucket.tokens, np.int32), len(plan.decode_rows)
-        for chunk in plan.chunks:
-            targets[at : at + len(chunk.token_ids)] = (*chunk.token_ids[1:], chunk.next_token)
-            at += len(chunk.token_ids)
-        return targets
-
     def _pad_mask(self, mask: np.ndarray | None, rows: int) -> np.ndarray:
         """Returns the mask for all rows of the bucket; padding rows may sample anything, without a mask all rows."""
         padded = np.full((rows, self.num_mask_words), 2**32 - 1, np.uint32)
         if mask is not None:
             padded[: len(mask)] = mask
         return padded
+
+
+def _list_targets(plan: StepPlan, bucket: Bucket, mirror: RowMirror) -> np.ndarray | None:
+    """Returns the token after each token of the step [T]; None if no row wants a prompt's log-probabilities.
+
+    Rows with a single token end their prompt or follow it, so decode buckets need none.
+    """
+    if not bucket.is_mixed or not any(mirror.wants_prompt_logprobs(chunk.row) for chunk in plan.chunks):
+        return None
+    targets, at = np.zeros(bucket.tokens, np.int32), len(plan.decode_rows)
+    for chunk in plan.chunks:
+        targets[at : at + len(chunk.token_ids)] = (*chunk.token_ids[1:], chunk.next_token)
+        at += len(chunk.token_ids)
+    return targets
 
 
 def _make_setting(vocab_size: int, new_row: NewRow) -> RowSetting:

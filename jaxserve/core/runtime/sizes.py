@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import jax.numpy as jnp
+
 from jaxserve.config import EngineConfig
+from jaxserve.core.layers.memory import StateArray
 from jaxserve.core.layers.stack import StackMode
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.pages.manager import CHUNK_EDGE
@@ -18,6 +22,7 @@ from jaxserve.core.runtime.recurrence import RecurrenceChoice, choose_recurrence
 from jaxserve.core.runtime.restrictions import find_snapshot_grid, find_state_edge, restrict_options
 from jaxserve.core.runtime.rows import SampleVariant, list_variants
 from jaxserve.core.sampling.drafts import count_reach
+from jaxserve.core.sharding import DEFAULT_RULES
 from jaxserve.errors import ConfigError
 from jaxserve.files import find_other_writer
 from jaxserve.logits_processor import LogitsProcessor
@@ -75,6 +80,25 @@ class Sizes:
     def snapshot_grid(self) -> int:
         """Tokens; snapshots of recurrent states lie at their multiples. 0: there are none."""
         return find_snapshot_grid(self.config, self.model)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row's recurrent states on each device."""
+        return sum(layers * self._count_bytes(state.arrays) for state, layers in self.model.states)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes on each device of what recurrent layers read of the tokens of a verify step."""
+        token = sum(layers * self._count_bytes(state.streams) for state, layers in self.model.states)
+        return self.state.max_pending * token
+
+    def _count_bytes(self, arrays: Sequence[StateArray]) -> int:
+        total = 0
+        for array in arrays:
+            size = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+            is_shared = any(axis is not None for axis in DEFAULT_RULES.spec(array.axes))
+            total += size // (self.num_devices if is_shared else 1)
+        return total
 
     @property
     def generates(self) -> bool:
@@ -168,6 +192,7 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
         pages_per_row=pages_per_row,
         max_page_updates=groups * (new_pages + pages_per_row),  # and for admitted prefixes
         max_drafts=max_drafts,
+        max_pending=max((count * width for count, width in buckets.verify_sizes), default=0) if model.states else 0,
         max_state_copies=2 * rows if find_snapshot_grid(config, model) else 0,  # each row from one and to one
     )
     obstacle = find_table_obstacle(impl, rows, pages_per_row)

@@ -76,7 +76,7 @@ def plan_pools(
         override=cache.num_kv_pages_override,
         num_pages=num_pages,
         attached=shapes.attached_pages,
-        snapshot_bytes=_count_state_bytes(shapes),
+        snapshot_bytes=shapes.state_bytes,
         max_snapshots=_SNAPSHOTS_OF_ROW * shapes.state.padding_row if shapes.snapshot_grid else 0,
         num_snapshots=num_snapshots,
     )
@@ -188,7 +188,8 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
         state=state.rows * line + kept + 2 * (packed + selected),
         buffers=sum(each.buffer_bytes(shapes) for each in shapes.features),
         reserve=_RESERVE,
-        recurrent=state.padding_row * _count_state_bytes(shapes),
+        recurrent=state.padding_row * shapes.state_bytes,
+        pending=shapes.pending_bytes,
         rows=state.padding_row,
         sequence=sequence_bytes(
             shapes.model,
@@ -198,17 +199,6 @@ def _sum_use(shapes: Shapes, temporaries: int, code: int) -> DeviceUse:
             attached=shapes.attached_pages,
         ),
     )
-
-
-def _count_state_bytes(shapes: Shapes) -> int:
-    """Returns the bytes of a row's recurrent states on each device."""
-    total = 0
-    for state, num_layers in shapes.model.states:
-        for array in state.arrays:
-            size = math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
-            is_shared = any(axis is not None for axis in DEFAULT_RULES.spec(array.axes))
-            total += num_layers * size // (shapes.num_devices if is_shared else 1)
-    return total
 
 
 def _count_bytes(specs: Any) -> int:
@@ -231,7 +221,7 @@ def require_room(shapes: Shapes, limit: int | None) -> None:
     if limit is None:
         limit, count = host_memory_bytes(), shapes.num_devices
     of_pools = "kv_cache_memory_bytes" if cache.num_kv_pages_override is None else "num_kv_pages_override"
-    parts = {"model": use.params, "max_num_seqs": use.state + use.recurrent, of_pools: pools}
+    parts = {"model": use.params, "max_num_seqs": use.state + use.recurrent + use.pending, of_pools: pools}
     parts = {name: count * size for name, size in parts.items()}
     refuse_shortage(limit, parts, replace(use, recurrent=count * use.recurrent))
     others = sum(parts.values()) if on_host else 0
@@ -363,7 +353,8 @@ def compile_rest(
 
 def list_all_programs(shapes: Shapes, buckets: BucketTable) -> Iterator[ProgramKey]:
     """Yields the (kind, key) of every program that an engine may need with these buckets."""
-    yield from list_programs(buckets, shapes.sample_programs, embeds_tokens=shapes.model.pooler.by_token)
+    forms = {"embeds_tokens": shapes.model.pooler.by_token, "keeps_states": bool(shapes.model.states)}
+    yield from list_programs(buckets, shapes.sample_programs, **forms)
     if shapes.config.scheduler.max_decode_steps > 1:
         yield from list_loops(shapes.buckets)
     for feature in shapes.features:

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.pooling import finish_rows, pool_rows
-from jaxserve.core.layers.recurrent import choose_slots, copy_slots
+from jaxserve.core.layers.recurrent import choose_slots
 from jaxserve.core.models.decoder import compute_logits, normalize_last
 from jaxserve.core.models.decoder import forward as run_layers
 from jaxserve.core.runtime.batches import bound_pages, prepare_batches
@@ -28,6 +28,7 @@ from jaxserve.core.runtime.feature import ForwardedStep, StepFeature
 from jaxserve.core.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StepInputs
 from jaxserve.core.runtime.rows import SAMPLING_FIELDS, SampleVariant
 from jaxserve.core.runtime.sample import sample_tokens
+from jaxserve.core.runtime.states import load_states, save_states
 from jaxserve.core.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SelectedLines
 from jaxserve.core.runtime.step_model import StepModel
 from jaxserve.core.sampling import (
@@ -51,12 +52,14 @@ def forward(
 ) -> tuple[KVCache, RowState, SelectedLines, HiddenStates]:
     """Runs a step up to the logits; returns the cache and the rows after it. `cache` and `rows` are donated.
 
-    Recurrent states are copied from snapshots before it, and to them behind it.
+    Recurrent states are copied from snapshots before it, and to them behind it; a verify step writes none (states.py).
     """
     inputs = layout.views(packed)
-    cache = _copy_states(model, cache, inputs, from_snapshots=True)
+    cache = load_states(model, cache, inputs)
     cache, rows, selected, hidden = run_forward(params, cache, rows, inputs, feature_params, model=model, layout=layout)
-    return _copy_states(model, cache, inputs, from_snapshots=False), rows, selected, hidden
+    if layout.bucket.width == 1:
+        cache = save_states(model, cache, inputs, rows.num_computed)
+    return cache, rows, selected, hidden
 
 
 def run_forward(
@@ -92,7 +95,8 @@ def run_forward(
     tokens = _token_ids(rows, inputs, bucket)
     slots = None
     if model.config.states:
-        slots = choose_slots(inputs.row_ids, seq_lens, jnp.diff(inputs.query_start_loc), num_rows - 1)
+        lengths = jnp.diff(inputs.query_start_loc)
+        slots = choose_slots(inputs.row_ids, seq_lens, lengths, num_rows - 1, leaves_pending=bucket.width > 1)
     changed = params
     for feature, own in zip(model.features, feature_params, strict=True):
         changed = feature.precede_forward(own, changed, inputs, bucket)
@@ -126,16 +130,6 @@ def run_forward(
     )
     rows, feature_pools, handed = _follow(model.features, feature_params, cache[count:], rows, step)
     return (*pools, *feature_pools), rows, SelectedLines(logits, lines, handed), states
-
-
-def _copy_states(model: StepModel, cache: KVCache, inputs: StepInputs, *, from_snapshots: bool) -> KVCache:
-    """Returns the pools after the copies from snapshots to rows, or after those from rows to snapshots."""
-    if not inputs.copy_ends.size:
-        return cache
-    first, last = model.layout.num_page_pools, model.layout.num_pools
-    start, end = (0, inputs.copy_ends[0]) if from_snapshots else (inputs.copy_ends[0], inputs.copy_ends[1])
-    states = copy_slots(cache[first:last], inputs.copy_sources, inputs.copy_targets, start, end)
-    return (*cache[:first], *states, *cache[last:])
 
 
 def _follow(
@@ -224,7 +218,7 @@ def decode_loop(
         return (cache, rows, after), sampled.ids
 
     (cache, rows, sampler), ids = lax.scan(run_step, (cache, rows, sampler), length=num_steps)
-    cache = _copy_states(model, cache, inputs, from_snapshots=False)
+    cache = save_states(model, cache, inputs, rows.num_computed)
     return cache, rows, sampler, SampledTokens(ids[:, :, 0].T)
 
 

@@ -17,6 +17,7 @@ from jaxserve.core.runtime.program_inputs import ProgramInputs
 from jaxserve.core.runtime.programs import Program, ProgramKey
 from jaxserve.core.runtime.rows import SampleVariant
 from jaxserve.core.runtime.sample import sample_tokens
+from jaxserve.core.runtime.states import settle
 from jaxserve.core.runtime.step import (
     compute_prompt_logprobs,
     compute_step_logprobs,
@@ -45,23 +46,32 @@ def name_program(kind: str, key: Any) -> str:
             name += f" {bucket.rows} {variant.name.lower()}{form}"
         case "logprobs", (rows, width):
             name += f" {rows * width}"
+        case "settle", (rows, width):
+            name += f" {rows}x{width}"
         case _ if key is not None:
             name += f" {key}"
     return name
 
 
 def list_programs(
-    buckets: BucketTable, variants: Iterable[SampleVariant] = SampleVariant, *, embeds_tokens: bool = False
+    buckets: BucketTable,
+    variants: Iterable[SampleVariant] = SampleVariant,
+    *,
+    embeds_tokens: bool = False,
+    keeps_states: bool = False,
 ) -> Iterator[ProgramKey]:
     """Yields the (kind, key) of every program of a table but loops, the slowest to compile first.
 
     Without `variants` no step samples, and there are no logits. `embeds_tokens`: each token has a vector of its own.
+    `keeps_states`: layers have recurrent states.
     """
     variants = tuple(variants)
     for bucket in sorted(buckets.buckets, reverse=True):
         yield "forward", bucket
     for tokens in reversed(buckets.token_counts if variants else ()):
         yield "prompt_logprobs", tokens
+    for size in buckets.verify_sizes if keeps_states else ():
+        yield "settle", size
     for rows, width in (*((rows, 1) for rows in buckets.row_counts), *buckets.verify_sizes):
         for variant in variants:
             yield "sample", (rows, width, variant)
@@ -148,6 +158,18 @@ def _make_sample(engine: EnginePrograms, key: tuple[int, int, SampleVariant]) ->
     )
 
 
+def _make_settle(engine: EnginePrograms, size: tuple[int, int]) -> Program:
+    """Lets recurrent states follow what a verify step left its rows."""
+    (rows, width), inputs = size, engine.inputs
+    layout = InputLayout(Bucket(rows * width, rows, width), inputs.state_shape)
+    arguments = inputs.spec((layout.size,), jnp.int32), inputs.spec((rows, width), jnp.int32)
+    return Program(
+        partial(settle, model=engine.model, layout=layout),
+        (inputs.params, inputs.cache, inputs.rows, *arguments),
+        donated=(1,),
+    )
+
+
 def _make_loop(engine: EnginePrograms, key: tuple[Bucket, SampleVariant]) -> Program:
     (bucket, variant), inputs = key, engine.inputs
     layout, steps = InputLayout(bucket, inputs.state_shape), engine.max_decode_steps
@@ -207,6 +229,7 @@ def _make_zeros(engine: EnginePrograms, _: None) -> Program:
 _MAKERS: Mapping[str, Callable[[EnginePrograms, Any], Program]] = {
     "forward": _make_forward,
     "sample": _make_sample,
+    "settle": _make_settle,
     "loop": _make_loop,
     "logprobs": _make_logprobs,
     "prompt_logprobs": _make_prompt_logprobs,

@@ -88,6 +88,7 @@ class Committer:
         if not self._batch.resume_prefilling(sequence):
             return Commit()
         sequence.num_computed_tokens -= width - 1
+        self._pages.snapshots.give_up(sequence.pages.states, sequence.num_computed_tokens)  # chunks may pass them
         sequence.token_ids += token_ids
         return Commit([sequence], [token_ids])
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxserve.core.pages.host_tier import PageCopy
 from jaxserve.core.pages.manager import PageUpdate
 from jaxserve.core.scheduler.sequence import Sequence
-from jaxserve.core.scheduler.step_plan import ChunkWork, FinishedAnswer, NewRow, StateCopy, StepPlan
+from jaxserve.core.scheduler.step_plan import ChunkWork, FinishedAnswer, NewRow, StateCopy, StateSave, StepPlan
 
 
 class StepKind(NamedTuple):
@@ -81,7 +81,7 @@ class PlanBuilder:
         self,
         step_id: int,
         copies: tuple[tuple[PageCopy, ...], tuple[PageCopy, ...]],
-        state_saves: tuple[StateCopy, ...] = (),
+        state_saves: tuple[StateSave, ...] = (),
         finished_answers: tuple[FinishedAnswer, ...] = (),
         adapters: int = 0,
         adapter_writes: tuple[tuple[int, int], ...] = (),

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from operator import add
 
 from jaxserve.core.pages.manager import PageManager
@@ -27,19 +26,18 @@ from jaxserve.core.scheduler.policy import (
     count_need,
     count_slots,
     count_work,
-    find_prompt_point,
     find_step_limit,
     list_kinds,
     list_promised,
     may_admit,
     must_yield,
-    wants_snapshot,
 )
 from jaxserve.core.scheduler.queue_admission import QueueAdmission
 from jaxserve.core.scheduler.running import Batch
 from jaxserve.core.scheduler.scheduler_counts import SchedulerCounts
 from jaxserve.core.scheduler.sequence import Sequence, SequenceStatus
-from jaxserve.core.scheduler.step_plan import StateCopy, StepPlan
+from jaxserve.core.scheduler.state_saves import list_saves
+from jaxserve.core.scheduler.step_plan import StepPlan
 from jaxserve.core.scheduler.step_times import StepTimes
 from jaxserve.core.scheduler.waiting import WaitingQueue
 from jaxserve.core.scheduler.widths import WidthChooser
@@ -121,23 +119,11 @@ class Planner:
         return builder.freeze(
             next(self._steps),
             self._pages.host.take_copies(),
-            tuple(self._save_states(builder)),
+            tuple(list_saves(self.limits, self._pages.snapshots, builder, self._batch.by_ticket)),
             self._batch.take_finished(),
             adapters=self._adapters.highest,
             adapter_writes=self._adapters.take_writes(),
         )
-
-    def _save_states(self, builder: PlanBuilder) -> Iterator[StateCopy]:
-        """Yields (row, snapshot) for each sequence that ends its part of the step where its state is to be kept."""
-        if not self.limits.snapshot_grid:
-            return
-        chunks = (self._batch.by_ticket[chunk.ticket] for chunk in builder.chunks.values())
-        for sequence in filter(partial(wants_snapshot, self.limits), (*builder.decoding, *chunks)):
-            point = sequence.num_computed_tokens
-            rolls = point > max(find_prompt_point(self.limits, sequence), sequence.pages.states.junction)
-            slot = self._pages.snapshots.save(sequence.pages.states, point, rolls=rolls)
-            if slot is not None:
-                yield sequence.row, slot
 
     def requeue_running(self) -> None:
         """Puts all running sequences back into the queue; tokens in flight are lost, for waiting ones too."""

@@ -62,9 +62,9 @@ def _floor(limits: SchedulerLimits, token_ids: Ids[int]) -> int:
     return (len(token_ids) - 1) // limits.snapshot_grid * limits.snapshot_grid
 
 
-def wants_snapshot(limits: SchedulerLimits, sequence: Sequence) -> bool:
-    """Returns whether the state behind a sequence's planned tokens is to be kept: also at each point of its answer."""
-    point, pages = sequence.num_computed_tokens, sequence.pages
+def wants_snapshot(limits: SchedulerLimits, sequence: Sequence, point: int) -> bool:
+    """Returns whether the state behind `point` tokens is to be kept, if a step ends there: also in answers."""
+    pages = sequence.pages
     if point % limits.snapshot_grid or not pages.is_cached or not point <= pages.num_sharable:
         return False
     if point >= sequence.max_num_tokens:

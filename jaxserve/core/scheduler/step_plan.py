@@ -20,6 +20,7 @@ from jaxserve.token_automaton import TokenAutomaton
 Ticket = int
 
 StateCopy = tuple[int, int]  # (row, snapshot), numbers of slots of recurrent states
+StateSave = tuple[int, int, int]  # and the tokens that the state is to be behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class StepPlan:
     Copies between a page on the device and a slot of host memory are (group, page, slot). Saves read their pages before
     the forward pass. Loads start with the step; their pages are written before the first step that is planned after
     this one was committed. A step may have copies and no rows. Of recurrent states, a row gets that of a snapshot
-    before the forward pass, and a snapshot that of a row behind it. Adapters are written before the forward pass.
+    before the forward pass, and a snapshot that of a row behind it, if the row then has the wanted number of tokens, or
+    a verify step passes that. Adapters are written before the forward pass.
     """
 
     step_id: int
@@ -129,7 +131,7 @@ class StepPlan:
     page_saves: tuple[PageCopy, ...] = ()
     page_loads: tuple[PageCopy, ...] = ()
     state_loads: tuple[StateCopy, ...] = ()
-    state_saves: tuple[StateCopy, ...] = ()
+    state_saves: tuple[StateSave, ...] = ()
     adapters: int = 0  # the highest slot of an adapter that a running row has; 0: none has one
     adapter_writes: tuple[tuple[int, int], ...] = ()  # (slot, generation) of adapters that the rows need
     is_masked: bool = False  # a mask follows before the rows are sampled; only the engine knows

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jaxserve.core.pages import PageGroup, PageManager
 from jaxserve.core.pages.manager import SequencePages
+from jaxserve.core.pages.states import PendingSnapshot
 from tests.examples import scale_examples
 
 PAGE, GRID, LONGEST = 8, 16, 96
@@ -60,9 +61,9 @@ class SnapshotMachine(RuleBasedStateMachine):
         text = self.texts[pick % len(self.texts)]
         end = min(len(text.tokens), (text.num_computed // GRID + cells) * GRID)
         if end % GRID == 0 and end > text.num_computed and saves:
-            slot = self.manager.snapshots.save(text.pages.states, end, rolls=rolls)
-            if slot is not None:
-                self.slots[slot] = text.tokens[:end]
+            snapshot = self.manager.snapshots.save(text.pages.states, end, rolls=rolls)
+            if snapshot is not None:
+                self.slots[snapshot.slot] = text.tokens[:end]
         text.num_computed = end
 
     @rule(pick=st.integers(0, 9))
@@ -182,9 +183,24 @@ def test_what_is_not_committed_is_found_by_nobody_and_freed_with_its_sequence() 
     pages = manager.new_sequence("")
     manager.attach_prefix(pages, text)
     manager.reserve(pages, 0, 40)
-    assert manager.snapshots.save(pages.states, 32, rolls=False) == 0
+    assert manager.snapshots.save(pages.states, 32, rolls=False) == PendingSnapshot(32, 0, rolls=False)
     other = compute(manager, [5] * 40, 32)  # there is no slot for it
     assert not other.states.pending and find(manager, [5] * 40) == 0
     manager.release(pages)
     assert manager.snapshots.num_pending == manager.snapshots.num_cached == 0
     assert find(manager, text) == 0
+
+
+def test_what_was_not_passed_is_given_up_and_what_was_stays() -> None:
+    """A verify step may have written the first, and its row goes on in front of the second."""
+    manager, text = make_manager(2), list(range(60))
+    pages = manager.new_sequence("")
+    manager.attach_prefix(pages, text)
+    manager.reserve(pages, 0, 60)
+    first, second = (manager.snapshots.save(pages.states, point, rolls=True) for point in (16, 32))
+    assert [pages.states.find_pending(count) for count in (15, 16, 32)] == [first, second, None]
+    manager.snapshots.give_up(pages.states, 17)
+    assert pages.states.pending == [first]
+    manager.publish(pages, text, 48)
+    manager.check()
+    assert (manager.snapshots.num_pending, manager.snapshots.num_cached, find(manager, text)) == (0, 1, 16)

@@ -72,7 +72,7 @@ def test_copies_of_states_are_slots_in_their_order() -> None:
     layout, packer = InputLayout(Bucket(8, 8), state), StepPacker(RowMirror(state.rows))
     plan = make_plan([0, 1, 2], [], set())
     plain = packer.pack(plan, layout)
-    copied = packer.pack(dataclasses.replace(plan, state_loads=((1, 0), (2, 3)), state_saves=((0, 3),)), layout)
+    copied = packer.pack(dataclasses.replace(plan, state_loads=((1, 0), (2, 3)), state_saves=((0, 3, 64),)), layout)
     views = layout.views(copied.inputs)
     pairs = list(zip(views.copy_sources.tolist(), views.copy_targets.tolist(), strict=True))
     assert pairs[:3] == [(8, 1), (11, 2), (0, 11)] and views.copy_ends.tolist() == [2, 3]

@@ -27,6 +27,13 @@ def parse_draft_model(raw: Mapping[str, object], target: DecoderConfig) -> Draft
             field="vocab_size",
             value=config.vocab_size,
         )
+    if config.states:
+        raise ConfigError(
+            f"{config.family} keeps a recurrent state, which cannot take a draft back; give a draft model whose layers "
+            "all have attention",
+            field="model_type",
+            value=config.family,
+        )
     if config.max_supported_len < target.max_model_len:
         _log.warning(
             "the draft model was trained on %d tokens, and max_model_len is %d: beyond them expect short drafts",
