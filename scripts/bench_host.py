@@ -26,11 +26,11 @@ from jaxserve.core.layers.stack import stack_specs
 from jaxserve.core.models.base import ParamSpec
 from jaxserve.core.pages import PageGroup, PageManager
 from jaxserve.core.runtime.buckets import BucketTable
+from jaxserve.core.runtime.converter import WeightConverter
 from jaxserve.core.runtime.device_state import make_zeros, row_state_specs
 from jaxserve.core.runtime.inputs import StateShape
 from jaxserve.core.runtime.params import WeightWriter
 from jaxserve.core.runtime.programs import Programs
-from jaxserve.core.runtime.quantizer import WeightQuantizer
 from jaxserve.core.runtime.rows import SampleVariant, list_variants
 from jaxserve.core.runtime.runner import ModelRunner
 from jaxserve.core.runtime.step_arrays import HiddenStates, RowLines, SampledTokens, SelectedLines
@@ -134,7 +134,7 @@ def make_null_runner(max_rows: int, buckets: BucketTable) -> ModelRunner:
         programs,
         buckets,
         params=params,
-        writer=WeightWriter(WeightQuantizer(config, make_mesh(1), DEFAULT_RULES), params),
+        writer=WeightWriter(WeightConverter(config, make_mesh(1), DEFAULT_RULES), params),
         sampler_specs=state_specs[2],
         state_shape=state,
         variants=list_variants(deterministic=False),

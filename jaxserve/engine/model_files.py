@@ -217,23 +217,34 @@ def load_params(
 ) -> Any:
     """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random."""
     from jaxserve.core.layers.stack import stack_specs
+    from jaxserve.core.runtime.converter import WeightConverter
     from jaxserve.core.runtime.params import fill_params
-    from jaxserve.core.runtime.quantizer import WeightQuantizer
     from jaxserve.core.sharding import DEFAULT_RULES
-    from jaxserve.core.weights import Piece, checkpoint_format, make_dummy_params, stream_params, stream_pieces
+    from jaxserve.core.weights import (
+        Piece,
+        checkpoint_format,
+        make_dummy_params,
+        stream_dummy_params,
+        stream_params,
+        stream_pieces,
+    )
     from jaxserve.families.registry import describe_files, ignored_weights, param_specs, weight_sources
 
     specs = param_specs(shapes.model)
-    if config.model.load_format == "dummy":
+    if config.model.load_format == "dummy" and not shapes.model.packed:
         specs = stack_specs(specs, shapes.stack_mode)
         return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
-    path, load_format = files.find_weights(), config.model.load_format
-    stored, quantizer = describe_files(shapes.model), WeightQuantizer(shapes.model, mesh, DEFAULT_RULES)
+    stored, converter = describe_files(shapes.model), WeightConverter(shapes.model, mesh, DEFAULT_RULES)
     fill = partial(fill_params, stack_specs(specs, shapes.stack_mode), mesh=mesh, rules=DEFAULT_RULES)
+    if config.model.load_format == "dummy":  # the numbers of an engine that packs nothing
+        whole = param_specs(dataclasses.replace(shapes.model, packed=False))
+        made = stream_dummy_params(whole, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
+        return fill(itertools.starmap(Piece, made), converter)
+    path, load_format = files.find_weights(), config.model.load_format
     if (checkpoint_format(path) if load_format == "auto" else load_format) == "orbax":
         allow = config.model.allow_nonfinite
         restored = stream_params(path, param_specs(stored), mesh=mesh, rules=DEFAULT_RULES, allow_nonfinite=allow)
-        return fill(itertools.starmap(Piece, restored), quantizer)
+        return fill(itertools.starmap(Piece, restored), converter)
     with progress("Loading weights", unit="bytes") as report:
         pieces = stream_pieces(
             path,
@@ -246,7 +257,7 @@ def load_params(
             allow_nonfinite=config.model.allow_nonfinite,
             is_shared=not stored.generates,  # with heads for other tasks
         )
-        return fill(pieces, quantizer)
+        return fill(pieces, converter)
 
 
 def open_update(path: str | Path, shapes: Shapes, mesh: Mesh) -> CheckpointUpdate:

@@ -20,6 +20,7 @@ from jaxserve.core.models.base import (
 )
 from jaxserve.core.models.hf_config import QUANTIZATION_KEY, HFConfig
 from jaxserve.core.models.matrix_formats import MatrixFormat
+from jaxserve.core.models.packing import is_head, pack_table
 from jaxserve.core.models.parameters import dense_params, kv_scale_params, trunk_params
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.families import (
@@ -221,6 +222,7 @@ def list_params(config: DecoderConfig) -> Table:
         params = family.table(layer) | kv_scale_params(layer)
         table |= {f"layers.{index}.{name}": parameter for name, parameter in params.items()}
     table = table if config.quantization is None else quantize_table(table, config.quantization)
+    table = pack_table(config, table) if config.packed else table
     table |= dense_params(config)
     if family.headless:
         around = f"{family.trunk.embed.partition('.')[0]}."
@@ -255,8 +257,18 @@ def list_schemes(config: DecoderConfig) -> dict[str, tuple[ParamSpec, MatrixForm
     return {name: (spec, form) for name, spec, form in found if form is not None}
 
 
+def list_packed(config: DecoderConfig) -> dict[str, tuple[ParamSpec, bool]]:
+    """Returns the matrices that are packed while they are read, as files have them, and whether each is [out, in]."""
+    if not config.packed:
+        return {}
+    table, packed = list_params(dataclasses.replace(config, packed=False)), list_params(config)
+    found = {name: parameter.spec for name, parameter in table.items() if name not in packed}
+    return {name: (spec, is_head(config, name)) for name, spec in found.items()}
+
+
 def describe_files(config: DecoderConfig) -> DecoderConfig:
     """Returns the config whose parameters are those of the model's files."""
+    config = dataclasses.replace(config, packed=False)
     made = config.quantization is not None and config.quantization.while_loading
     return dataclasses.replace(config, quantization=None) if made else config
 

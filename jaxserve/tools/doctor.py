@@ -200,7 +200,10 @@ def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind, seen["Drafts"])
     shapes = confirm_kernels(shapes, device)
     lines, is_slow = [f"{shapes.impl}: {shapes.impl_reason}"], shapes.fell_back
-    if shapes.model.few_rows:
+    if shapes.model.packed:
+        unit = "tiles (AMX)" if shapes.model.dtype == "bfloat16" else "vectors"
+        lines.append(f"products, cpu: C++ kernels, {shapes.model.dtype} weights packed when they are loaded, in {unit}")
+    elif shapes.model.few_rows:
         lines.append(
             f"products, cpu: C++ kernel for {shapes.model.dtype} up to {shapes.model.few_rows} rows, then XLA's"
         )

@@ -29,8 +29,9 @@ _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-w")
 _PRODUCT_DTYPES = "float32", "bfloat16"
 ATTENTION = "JaxservePagedAttention"
 PRODUCT, TABLE_PRODUCT, GROUPED = "JaxserveProduct", "JaxserveTableProduct", "JaxserveGroupedProduct"
+PACKED = "JaxservePackedProduct"
 LOOKUP, REMEMBER = "JaxserveLookup", "JaxserveRemember"
-_CALLS = ATTENTION, PRODUCT, TABLE_PRODUCT, GROUPED, LOOKUP, REMEMBER
+_CALLS = ATTENTION, PRODUCT, TABLE_PRODUCT, GROUPED, PACKED, LOOKUP, REMEMBER
 _COMPILE_SECONDS = 120
 _STEM = "cpu-kernels"  # of the file's name
 
@@ -39,6 +40,7 @@ _state: dict[str, Any] = {
     "obstacle": "its library is not loaded",
     "product_rows": {},
     "table_rows": {},
+    "has_tiles": False,
     "content": None,
 }  # of this process
 
@@ -59,6 +61,12 @@ def max_table_rows(dtype: str) -> int:
     """The same of its product with a matrix [out, in]."""
     rows: int = _state["table_rows"].get(dtype, 0)
     return rows
+
+
+def has_tiles() -> bool:
+    """Whether the library can be called, and multiplies in the processor's tiles (AMX)."""
+    has_them: bool = _state["has_tiles"]
+    return has_them
 
 
 def read_content() -> bytes | None:
@@ -114,6 +122,7 @@ def _register(path: Path) -> str | None:
         return f"its library cannot be loaded: {error}"
     _state["content"] = path.read_bytes()
     _state["product_rows"], _state["table_rows"] = product_rows, table_rows
+    _state["has_tiles"] = bool(library.JaxserveRequestTiles())
     for call, handler in handlers.items():
         jax.ffi.register_ffi_target(target_name(call), jax.ffi.pycapsule(handler), platform="cpu")
     return None

@@ -217,7 +217,8 @@ const char* CallGroupedProduct(const XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 // The most rows, of float32 and of bfloat16, with which these are faster than XLA's products with a matrix [in, out], and
-// with one [out, in]. XLA serves bfloat16 well from few rows on where there are tiles made for matrices (AMX), and badly
+// with one [out, in]. Where there are tiles made for matrices (AMX), XLA's are faster from few rows on, although it packs
+// the matrix in each of them; matrices that are packed once (packing.py) have another product. XLA serves bfloat16 badly
 // where there are no instructions for it.
 #ifdef __AMX_BF16__
 extern "C" const int JaxserveProductRows[] = {8, 8}, JaxserveTableRows[] = {8, 8};

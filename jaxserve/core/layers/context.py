@@ -34,12 +34,14 @@ class StepContext:
     """The part that all layers share.
 
     `mesh` is None on a single device. `products` says how quantized projections are multiplied. Up to `few_rows` rows
-    go through the CPU kernel's product.
+    go through the CPU kernel's product. Rows from `num_rows` on are padding, of which products may make zeros; None:
+    all rows count.
     """
 
     mesh: Mesh | None
     products: QuantizedProducts = field(default=XLA_PRODUCTS, kw_only=True)
     few_rows: int = field(default=0, kw_only=True)
+    num_rows: Int[Array, ""] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.context import StepContext
-from jaxserve.core.layers.linear import Leaf, linear
+from jaxserve.core.layers.linear import PACKED, Leaf, linear
 from jaxserve.core.layers.norm import NormConfig, normalize
 from jaxserve.request import TOKEN_TYPE
+from pallas_kernels.cpu.packing import take_columns
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ class EmbeddingConfig:
 def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
     """Returns rows of the table [V, D], scaled; ids outside the vocabulary (padding only) are clipped."""
     table = leaf["weight"]
-    rows = table.at[token_ids].get(mode="clip", wrap_negative_indices=False)
-    return rows if config.scale is None else rows * jnp.asarray(config.scale, table.dtype)
+    if isinstance(table, Mapping):
+        rows = take_columns(table[PACKED], jnp.clip(token_ids, 0, config.vocab_size - 1))
+    else:
+        rows = table.at[token_ids].get(mode="clip", wrap_negative_indices=False)
+    return rows if config.scale is None else rows * jnp.asarray(config.scale, rows.dtype)
 
 
 def split_types(config: EmbeddingConfig, token_ids: Int[Array, " T"]) -> tuple[Int[Array, " T"], Int[Array, " T"]]:

@@ -19,13 +19,22 @@ from jaxserve.core.layers.adapters import add_adapters
 from jaxserve.core.layers.context import StepContext
 from jaxserve.core.sharding import DEFAULT_RULES
 from pallas_kernels import QuantizedArray, quantized_matmul
+from pallas_kernels.cpu.packing import multiply_packed
 from pallas_kernels.cpu.product import multiply_few_rows, suits
 
 Leaf = Mapping[str, Any]
 """The arrays of one projection or norm: `weight`, `bias` where the model has one, and `adapters` where tokens have any.
 
-A quantized weight is the dictionary of a `QuantizedArray`'s fields.
+A quantized weight is the dictionary of a `QuantizedArray`'s fields, one that a CPU reads packed is {PACKED: array}.
 """
+
+PACKED = "packed"
+"""The only key of a weight that `pallas_kernels.cpu.packing.pack` made."""
+
+PROJECTIONS = frozenset({
+    "qkv", "o", "qkv_a", "q_b", "qkvz", "ba", "bcx", "zxbcdt", "gate_up", "up", "down", "input_gate", "input_proj",
+})  # fmt: skip
+"""The leaves of a layer, or of its shared experts, that only `linear` reads."""
 
 
 def linear(
@@ -61,6 +70,8 @@ def _multiply_rows(
     ctx: StepContext, weight: Any, x: Float[Array, "T in"], dtype: jnp.dtype, *, transposed: bool = False
 ) -> Float[Array, "*parts T out"]:
     """Returns the product of `linear`, before any sum over devices."""
+    if isinstance(weight, Mapping) and PACKED in weight:
+        return multiply_packed(x, weight[PACKED], dtype, ctx.num_rows)
     if isinstance(weight, Mapping):
         quantized = QuantizedArray(**weight)
         return quantized_matmul(x, quantized, dtype, whole=ctx.mesh is not None, products=ctx.products)

@@ -158,8 +158,9 @@ class DecoderConfig:
     `family` is the `model_type` whose file has the layer and names the weights.
     `residual_scale` multiplies the output of each block. `parallel`: both blocks of a layer read its input.
     `quantization` says which matrices have few bits. `layer_input_size` numbers of each token go to each layer, beside
-    the residual stream (core/layers/layer_inputs.py). `few_rows` is that of `StepContext`. `pooler` makes embeddings;
-    with `only_pools` the model makes nothing else, and has no head. `final_norm`: whether a norm follows the layers.
+    the residual stream (core/layers/layer_inputs.py). `few_rows` is that of `StepContext`. `packed`: matrices are held
+    as the CPU's product reads them (core/models/packing.py). `pooler` makes embeddings; with `only_pools` the model
+    makes nothing else, and has no head. `final_norm`: whether a norm follows the layers.
     """
 
     family: str
@@ -176,6 +177,7 @@ class DecoderConfig:
     quantization: Quantization | None = None
     layer_input_size: int | None = None
     few_rows: int = 0
+    packed: bool = False
     final_norm: bool = True
     pooler: PoolerConfig = LAST
     only_pools: bool = False

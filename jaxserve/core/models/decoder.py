@@ -149,6 +149,7 @@ def list_contexts(
             mesh=mesh,
             products=config.products,
             few_rows=config.few_rows,
+            num_rows=batches[0].query_start_loc[-1],
             rotary=tables.get(kind.rope),
             batch=batches[layout.groups[index] or 0],
             pool=None,

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.core.layers.stack import LayerStack, get_leaf, list_stacked, set_leaf, write_layer
 from jaxserve.core.models.base import ParamSpec
+from jaxserve.core.runtime.converter import WeightConverter
 from jaxserve.core.runtime.protocol import ParamUpdates
-from jaxserve.core.runtime.quantizer import WeightQuantizer
 from jaxserve.core.sharding import AxisRules, send
 from jaxserve.core.weights import Piece, make_dummy_params, place_parameter
 
@@ -23,13 +23,13 @@ from jaxserve.core.weights import Piece, make_dummy_params, place_parameter
 class WeightWriter:
     """Replaces leaves of a runtime tree, one at a time.
 
-    Stacked leaves, and those that come in pieces, are written in place by small programs. What a `quantizer` splits is
-    written in its parts.
+    Stacked leaves, and those that come in pieces, are written in place by small programs. Of a matrix
+    that a `converter` takes, what it makes is written.
     """
 
-    def __init__(self, quantizer: WeightQuantizer, params: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, converter: WeightConverter, params: Mapping[str, Any] | None = None) -> None:
         """Compiles the programs that updates of `params` need, so that no update compiles anything."""
-        self._quantizer = quantizer
+        self._converter = converter
         self._programs: dict[object, Any] = {}
         for leaf in [] if params is None else list_stacked(params):
             self._find_program(leaf, leaf.shape[1:])
@@ -55,7 +55,7 @@ class WeightWriter:
 
         A leaf that is still a spec is made when its first piece comes. May compile a program.
         """
-        for name, array in self._quantizer.split(piece.name, piece.array).items():
+        for name, array in self._converter.convert(piece.name, piece.array).items():
             leaf, index = get_leaf(params, name)
             if index is None and piece.count == 1:
                 leaf = array
@@ -67,7 +67,7 @@ class WeightWriter:
 
     def _list_parts(self, updates: ParamUpdates) -> Iterator[tuple[str, Any]]:
         for name, value in updates.items():
-            yield from self._quantizer.split(name, value).items()
+            yield from self._converter.convert(name, value).items()
 
     def _write(self, leaf: jax.Array, index: int | None, value: jax.Array, axis: int = 0, piece: int = 0) -> jax.Array:
         """Returns a leaf, which must not be used afterwards, with a layer of a stack or a part of it replaced."""
@@ -83,7 +83,7 @@ class WeightWriter:
 
 
 def fill_params(
-    specs: Mapping[str, Any], pieces: Iterable[Piece], quantizer: WeightQuantizer, *, mesh: Mesh, rules: AxisRules
+    specs: Mapping[str, Any], pieces: Iterable[Piece], converter: WeightConverter, *, mesh: Mesh, rules: AxisRules
 ) -> dict[str, Any]:
     """Returns the runtime tree of `specs` (stack_specs) with the arrays of `pieces`.
 
@@ -95,7 +95,7 @@ def fill_params(
         empty = jax.tree.map(lambda spec: dataclasses.replace(spec, init="zeros"), layers)
         layers = make_dummy_params(empty, mesh=mesh, rules=rules, seed=0)
     params = {**specs, "layers": layers}
-    writer = WeightWriter(quantizer)
+    writer = WeightWriter(converter)
     for piece in pieces:
         params = writer.write_piece(params, piece)
         del piece  # before the next is made

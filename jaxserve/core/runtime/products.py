@@ -16,6 +16,7 @@ from jaxserve.core.models.base import DecoderConfig, ParamSpec
 from jaxserve.core.runtime.product_check import Matrix, find_fault
 from jaxserve.families.registry import list_params
 from pallas_kernels import QuantizedFormat, QuantizedProducts, choose_quantized_impl, list_row_dtypes
+from pallas_kernels.cpu.packing import find_fault as find_packed_fault
 from pallas_kernels.cpu.product import find_fault as find_product_fault
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ def confirm_products(model: DecoderConfig, device: jax.Device) -> DecoderConfig:
     if model.few_rows and (fault := find_product_fault(model.few_rows, model.dtype)) is not None:
         _log.warning("products of few rows: XLA's, as the CPU kernel failed its self-test: %s", fault)
         model = replace(model, few_rows=0)
+    if model.packed and (fault := find_packed_fault(model.dtype)) is not None:
+        _log.warning("products: XLA's, as those with packed weights failed their self-test: %s", fault)
+        model = replace(model, packed=False)
     impl = model.products.impl
     if impl == "xla":
         return model

@@ -28,8 +28,9 @@ from jaxserve.files import find_other_writer
 from jaxserve.logits_processor import LogitsProcessor
 from pallas_kernels.backends import choose_layout, find_table_obstacle, resolve_impl
 from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
+from pallas_kernels.cpu.library import has_tiles, max_product_rows
 from pallas_kernels.cpu.library import load as load_cpu_kernels
-from pallas_kernels.cpu.library import max_product_rows
+from pallas_kernels.cpu.packing import DTYPES as PACKED_DTYPES
 from pallas_kernels.platform import name_platform
 from pallas_kernels.spec import AttnShape, KVSpec
 
@@ -201,7 +202,8 @@ def make_sizes(config: EngineConfig, model: DecoderConfig, platform: str, device
     fell_back = impl == "xla" and config.compile.attention_impl == "auto" and platform != "cpu"
     num_devices = config.parallel.tensor_parallel_size
     model = choose_products(model, num_devices, platform, device_kind)
-    model = replace(model, few_rows=_choose_few_rows(config, model, platform))
+    few_rows = _choose_few_rows(config, model, platform)
+    model = replace(model, few_rows=few_rows, packed=_packs_weights(config, model, platform))
     model, experts = choose_experts(model, num_devices, platform, device_kind)
     largest = buckets.largest
     model, recurrence = choose_recurrence(
@@ -242,6 +244,11 @@ def _add_verify(config: EngineConfig, model: DecoderConfig, buckets: BucketTable
 def _choose_few_rows(config: EngineConfig, model: DecoderConfig, platform: str) -> int:
     """Returns the most rows of products that the CPU's library makes; compilers cannot split them over a mesh."""
     return max_product_rows(model.dtype) if _calls_library(config, platform) else 0
+
+
+def _packs_weights(config: EngineConfig, model: DecoderConfig, platform: str) -> bool:
+    """Whether matrices are packed for the CPU's library: where the processor has tiles, which make that worth it."""
+    return _calls_library(config, platform) and has_tiles() and model.dtype in PACKED_DTYPES
 
 
 def _calls_library(config: EngineConfig, platform: str) -> bool:

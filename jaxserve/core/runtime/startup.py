@@ -19,6 +19,7 @@ from jaxserve.core.pages import PageGroup
 from jaxserve.core.runtime.arguments import describe_rows, make_compiler
 from jaxserve.core.runtime.buckets import BucketTable
 from jaxserve.core.runtime.compile import ProgramCompiler, Progress, compile_late, compile_programs, watch_compiles
+from jaxserve.core.runtime.converter import WeightConverter
 from jaxserve.core.runtime.host_memory import host_memory_bytes
 from jaxserve.core.runtime.inputs import InputLayout
 from jaxserve.core.runtime.memory import (
@@ -35,7 +36,6 @@ from jaxserve.core.runtime.memory import (
 from jaxserve.core.runtime.nodes import ONE_NODE, Nodes
 from jaxserve.core.runtime.params import WeightWriter
 from jaxserve.core.runtime.programs import ProgramKey, Programs, StoredPrograms
-from jaxserve.core.runtime.quantizer import WeightQuantizer
 from jaxserve.core.runtime.runner import ModelRunner
 from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.core.runtime.step_counts import StepCounts
@@ -310,7 +310,7 @@ def _make_runner(
         programs,
         buckets,
         params=params,
-        writer=WeightWriter(WeightQuantizer(shapes.model, mesh, DEFAULT_RULES), params),
+        writer=WeightWriter(WeightConverter(shapes.model, mesh, DEFAULT_RULES), params),
         sampler_specs=compiler.programs.inputs.sampler,
         state_shape=shapes.state,
         variants=shapes.variants,

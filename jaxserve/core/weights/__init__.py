@@ -2,7 +2,7 @@
 
 from jaxserve.core.weights.checkpoint import download_weights, resolve_checkpoint
 from jaxserve.core.weights.copies import untie_head
-from jaxserve.core.weights.dummy import make_dummy_params
+from jaxserve.core.weights.dummy import make_dummy_params, stream_dummy_params
 from jaxserve.core.weights.file_formats import checkpoint_format, refuse_foreign_folder
 from jaxserve.core.weights.json_files import read_generation_config, read_hf_config
 from jaxserve.core.weights.load import load_safetensors, stream_pieces
@@ -28,6 +28,7 @@ __all__ = [
     "resolve_checkpoint",
     "restore_params",
     "save_params",
+    "stream_dummy_params",
     "stream_params",
     "stream_pieces",
     "untie_head",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,16 +30,19 @@ def make_dummy_params(specs: Any, *, mesh: Mesh, rules: AxisRules, seed: int) ->
     shape, not on the mesh. Nothing passes through the host; one small program is compiled for each distinct spec.
     Raises ValueError for an unknown `init`.
     """
-    flat, treedef = flatten_specs(specs)
+    _, treedef = flatten_specs(specs)
+    return treedef.unflatten([array for _, array in stream_dummy_params(specs, mesh=mesh, rules=rules, seed=seed)])
+
+
+def stream_dummy_params(specs: Any, *, mesh: Mesh, rules: AxisRules, seed: int) -> Iterator[tuple[str, jax.Array]]:
+    """Yields (dotted path, array) for each parameter of `make_dummy_params`."""
     programs: dict[ParamSpec, Callable[..., jax.Array]] = {}
-    leaves = []
-    for name, spec in flat.items():
+    for name, spec in flatten_specs(specs)[0].items():
         if spec not in programs:
             programs[spec] = jax.jit(
                 partial(_initialise, spec), out_shardings=rules.placement(mesh, spec.axes, spec.shape)
             )
-        leaves.append(programs[spec](np.uint32(zlib.crc32(f"{seed}:{name}".encode()))))
-    return treedef.unflatten(leaves)
+        yield name, programs[spec](np.uint32(zlib.crc32(f"{seed}:{name}".encode())))
 
 
 def _initialise(spec: ParamSpec, stream: jax.Array) -> jax.Array:

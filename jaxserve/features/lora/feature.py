@@ -224,7 +224,7 @@ def choose_counts(num_slots: int, rank: int, *, deterministic: bool) -> tuple[in
 
 def make_lora(sizes: Sizes) -> Lora:
     """Returns the feature of an engine with `enable_lora`; ConfigError names an option that does not fit the model."""
-    options, config = sizes.config.lora, replace(sizes.model, quantization=None)
+    options, config = sizes.config.lora, replace(sizes.model, quantization=None, packed=False)
     dtype = config.dtype if options.lora_dtype == "auto" else options.lora_dtype
     matrices = list_matrices(config, options.lora_target_modules)
     specs = stack_specs(

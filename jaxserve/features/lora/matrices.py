@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.core.layers.adapters import adapter_axes
+from jaxserve.core.layers.linear import PROJECTIONS
 from jaxserve.core.models.base import DecoderConfig, ParamSpec, WeightSource
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.families.registry import FAMILIES, list_params
 
-# Leaves of a layer, or of its shared experts, that `linear` multiplies.
-_ADAPTED = frozenset({
-    "qkv", "o", "qkv_a", "q_b", "qkvz", "ba", "bcx", "zxbcdt", "gate_up", "up", "down", "input_gate", "input_proj",
-})  # fmt: skip
 _WEIGHT = ".weight"
 _TEXT_LAYERS = tuple(
     f"{module}layers" for module in ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
@@ -55,7 +52,7 @@ def list_matrices(config: DecoderConfig, targets: tuple[str, ...] = ()) -> list[
     found, missing, known = [], set(targets), set[str]()
     for name, parameter in list_params(config).items():
         top, *path = name.split(".")
-        if top != "layers" or path[-1] != "weight" or path[-2] not in _ADAPTED or "experts" in path:
+        if top != "layers" or path[-1] != "weight" or path[-2] not in PROJECTIONS or "experts" in path:
             continue
         layer, modules = int(path[0]), []
         for place, tensor in enumerate(parameter.source.names):

@@ -134,7 +134,7 @@ def test_layers_share_the_table_of_a_step() -> None:
     layout = CacheLayout((0,) * config.num_layers, (0,) * config.num_layers, (0,))
 
     def rotate_in_layers(x: jax.Array, positions: jax.Array) -> jax.Array:
-        batch: Any = SimpleNamespace(positions=positions)
+        batch: Any = SimpleNamespace(positions=positions, query_start_loc=jnp.array([0, 16]))
         for context in list_contexts(config, (batch,), layout, None, only_stores=False):
             assert context.rotary is not None
             x = rotate(x, *context.rotary) @ jnp.ones((64, 64))

@@ -14,8 +14,8 @@ import pytest
 
 from jaxserve.core.layers.stack import StackMode, stack_params, stack_specs
 from jaxserve.core.models.base import DecoderConfig, ParamSpec
+from jaxserve.core.runtime.converter import WeightConverter
 from jaxserve.core.runtime.params import fill_params
-from jaxserve.core.runtime.quantizer import WeightQuantizer
 from jaxserve.core.sharding import DEFAULT_RULES
 from jaxserve.core.weights import (
     Piece,
@@ -47,7 +47,7 @@ def test_equals_stacking_afterwards(
     found = list(stream_pieces(*list_arguments(GOLDENS / name, config), **OPTIONS))
     experts = [piece for piece in found if ".experts." in piece.name]
     assert {piece.count > 1 for piece in experts} <= {most_bytes == ONE_EXPERT}
-    filled = fill_params(stack_specs(param_specs(config), mode), found, WeightQuantizer(config, **OPTIONS), **OPTIONS)
+    filled = fill_params(stack_specs(param_specs(config), mode), found, WeightConverter(config, **OPTIONS), **OPTIONS)
     assert jax.tree.structure(filled) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, filled, expected)
 
@@ -64,7 +64,7 @@ def test_orbax(mode: StackMode, tmp_path: Path) -> None:
     peaks = [0]
     restored = watch_live(stream_params(tmp_path, specs, **OPTIONS), peaks)
     filled = fill_params(
-        stack_specs(specs, mode), itertools.starmap(Piece, restored), WeightQuantizer(config, **OPTIONS), **OPTIONS
+        stack_specs(specs, mode), itertools.starmap(Piece, restored), WeightConverter(config, **OPTIONS), **OPTIONS
     )
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(filled))
     assert max(peaks) - before <= total + largest + 4096
@@ -86,7 +86,7 @@ def test_devices_hold_the_model_and_one_expert(
     before = count_live()
     peaks = [0]
     specs = stack_specs(param_specs(config), mode)
-    params = fill_params(specs, watch_live(found, peaks), WeightQuantizer(config, **OPTIONS), **OPTIONS)
+    params = fill_params(specs, watch_live(found, peaks), WeightConverter(config, **OPTIONS), **OPTIONS)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     largest = max(  # of what comes whole
         spec.num_bytes // (1 if spec.piece_axis is None else spec.shape[spec.piece_axis])

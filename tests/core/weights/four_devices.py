@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from jaxserve.core.layers.stack import StackMode, stack_params, stack_specs
 from jaxserve.core.models.decoder import fit_devices
+from jaxserve.core.runtime.converter import WeightConverter
 from jaxserve.core.runtime.params import fill_params
-from jaxserve.core.runtime.quantizer import WeightQuantizer
 from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
 from jaxserve.core.weights import (
     load_safetensors,
@@ -90,7 +90,7 @@ def test_experts_in_pieces(mode: StackMode, by_expert: bool, monkeypatch: pytest
     expected = stack_params(load_safetensors(*arguments, **options), mode)
     found = list(stream_pieces(*arguments, **options))
     assert {piece.count for piece in found if ".experts." in piece.name} == {2 if by_expert else 8}
-    filled = fill_params(stack_specs(specs, mode), found, WeightQuantizer(config, **options), **options)
+    filled = fill_params(stack_specs(specs, mode), found, WeightConverter(config, **options), **options)
     for leaf, wanted in zip(jax.tree.leaves(filled), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, wanted.ndim)
         np.testing.assert_array_equal(leaf, wanted)
