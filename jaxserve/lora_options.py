@@ -54,7 +54,8 @@ class LoraOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A request's adapter (vLLM's name): its name and number, and the directory with its files in PEFT's format.
+    """A request's adapter (vLLM's name): its name and number, and the directory with its files in PEFT's format, or
+    `demo:subtraction` or `demo:pirate`, the demo model's own.
 
     One name has one number and one path.
 

@@ -56,6 +56,23 @@ def demo_model_dir() -> Path:
     return Path(str(importlib.resources.files("jaxserve"))) / "demo"
 
 
+def find_adapter(path: str) -> Path:
+    """Returns the directory of an adapter; `demo:NAME` is one of the demo model's, which ship with the package.
+
+    Raises:
+        ConfigError: the demo model has no adapter of this name.
+    """
+    model, colon, name = path.partition(":")
+    if not (colon and model == DEMO_MODEL):
+        return Path(path)
+    folder = demo_model_dir() / "adapters"
+    names = sorted(each.name for each in folder.iterdir())
+    if name not in names:
+        message = f"the demo model has the adapters {', '.join(f'demo:{each}' for each in names)}, got {path!r}"
+        raise ConfigError(message, field="lora_path", value=path)
+    return folder / name
+
+
 def demo_head_dir() -> Path:
     """Returns the directory of the EAGLE-3 head for the demo model."""
     return demo_model_dir() / "eagle3"

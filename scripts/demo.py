@@ -1,7 +1,8 @@
 """The demo: a hundred questions answered at once, then one workload served in three ways and compared.
 
 1. About a hundred prompts for the model that ships in the package, with a live view of the engine. Stories are sampled,
-   each with its own seed; everything else is greedy, in the same batch.
+   each with its own seed; everything else is greedy, in the same batch. So are the same questions to the base model and
+   to its two LoRA adapters.
 2. A workload with exponential prompt and output lengths: one at a time, in static batches, and continuously batched.
    Static batches are the naive baseline: in order of arrival, prompts are padded to the longest of the batch and every
    row runs to the batch's longest answer. Programs and kernels are the same. Only requested tokens count.
@@ -22,15 +23,18 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from jaxserve import LLM, RequestOutput
+from jaxserve import LLM, LoRARequest, RequestOutput
 from jaxserve.errors import ConfigError
-from jaxserve.tools.bench.demo_questions import Question, make_questions
+from jaxserve.tools.bench.demo_questions import GREEDY, Question, make_questions
 from jaxserve.tools.bench.plots import Line, check_plot_target, draw_lines, save_figure
 from jaxserve.tools.bench.prompts import BenchRequest
 from jaxserve.tools.cli.bench_common import make_table
 
 ROWS = 32
 ANSWERS_SHOWN = 2  # per skill
+ADAPTERS = tuple(LoRARequest(name, number, f"demo:{name}") for number, name in enumerate(("subtraction", "pirate"), 1))
+Ask = tuple[Question, LoRARequest | None]  # a question, and the adapter that answers it
+ASKED_OF_ALL = ("What is 84 - 37?", "What is a KV cache?")
 WAYS = {
     "one-at-a-time": "one at a time",
     "static": f"static batches of {ROWS}",
@@ -65,10 +69,13 @@ class LiveView:
         return table
 
 
-def answer_live(llm: LLM, questions: Sequence[Question], console: Console) -> list[RequestOutput]:
+def answer_live(llm: LLM, asks: Sequence[Ask], console: Console) -> list[RequestOutput]:
     """Answers all questions at once and shows the engine meanwhile."""
     ready = llm.ready
-    requests = [ready.requests.make_chat([{"role": "user", "content": q.text}], q.params) for q in questions]
+    requests = [
+        ready.requests.make_chat([{"role": "user", "content": question.text}], question.params, lora_request=adapter)
+        for question, adapter in asks
+    ]
     for request in requests:
         ready.engine.add_request(request)
     view, outputs = LiveView(llm, len(requests)), {}
@@ -78,6 +85,19 @@ def answer_live(llm: LLM, questions: Sequence[Question], console: Console) -> li
             view.done = len(outputs)
     console.print()
     return [outputs[request.request_id] for request in requests]
+
+
+def show_adapted(asks: Sequence[Ask], outputs: Sequence[RequestOutput], console: Console) -> None:
+    """Prints what the base model and its adapters answered to the same questions, in one batch."""
+    rows = [
+        (
+            question.text if adapter is None else "",
+            "the base model" if adapter is None else adapter.lora_name,
+            output.outputs[0].text.strip(),
+        )
+        for (question, adapter), output in zip(asks, outputs, strict=True)
+    ]
+    console.print(make_table("One batch, three models", ("question", "answered by", "answer"), rows, left=(0, 1, 2)))
 
 
 def make_load(count: int, vocab_size: int, rng: random.Random) -> list[BenchRequest]:
@@ -136,15 +156,19 @@ def main() -> None:
             parser.error(str(error))
     console, rng = Console(), random.Random(args.seed)
     start = time.perf_counter()
-    llm = LLM(max_num_seqs=ROWS, enable_prefix_caching=True, compile="all")
+    adapted = {"enable_lora": True, "max_loras": len(ADAPTERS), "max_lora_rank": 8}
+    llm = LLM(max_num_seqs=ROWS, enable_prefix_caching=True, compile="all", **adapted)
     console.print(f"Ready after {time.perf_counter() - start:.1f} s; nothing is compiled from here on.")
     questions = make_questions(args.num_prompts, rng)
-    outputs = answer_live(llm, questions, console)
+    asked_of_all = [Question("", text, GREEDY) for text in ASKED_OF_ALL]
+    of_all: list[Ask] = [(question, adapter) for question in asked_of_all for adapter in (None, *ADAPTERS)]
+    outputs = answer_live(llm, [*of_all, *((question, None) for question in questions)], console)
     shown: Counter[str] = Counter()
-    for question, output in zip(questions, outputs, strict=True):
+    for question, output in zip(questions, outputs[len(of_all) :], strict=True):
         shown[question.skill] += 1
         if shown[question.skill] <= ANSWERS_SHOWN:
             console.print(f"[bold]> {question.text}[/]\n{output.outputs[0].text.strip()}", highlight=False)
+    show_adapted(of_all, outputs[: len(of_all)], console)
     results = compare(llm, make_load(args.num_requests, llm.ready.shapes.model.vocab_size, rng), console)
     if args.plot is not None:
         plot(results, args.plot)

@@ -29,7 +29,7 @@ from demo_lm.tokens import (
 
 MAX_POSITION_EMBEDDINGS = 2048
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-_PROJECTIONS = {
+PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
@@ -68,7 +68,7 @@ def load_checkpoint(directory: Path) -> tuple[DemoConfig, Params]:
         theirs, ours = f"model.layers.{index}", f"layers_{index}"
         for norm in _NORMS:
             params[f"{ours}_{norm}"] = {"scale": jnp.float32(weights[f"{theirs}.{norm}.weight"])}
-        for block, names in _PROJECTIONS.items():
+        for block, names in PROJECTIONS.items():
             params[f"{ours}_{block}"] = {
                 name: {"kernel": jnp.float32(weights[f"{theirs}.{block}.{name}.weight"].T)} for name in names
             }
@@ -84,7 +84,7 @@ def _rename(config: DemoConfig, params: Params) -> dict[str, Array]:
         theirs, ours = f"model.layers.{index}", f"layers_{index}"
         for norm in _NORMS:
             weights[f"{theirs}.{norm}.weight"] = params[f"{ours}_{norm}"]["scale"]
-        for block, names in _PROJECTIONS.items():
+        for block, names in PROJECTIONS.items():
             for name in names:
                 weights[f"{theirs}.{block}.{name}.weight"] = params[f"{ours}_{block}"][name]["kernel"].T
     return weights

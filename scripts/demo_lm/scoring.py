@@ -17,6 +17,7 @@ from demo_lm.questions import HELD_OUT_TEMPLATES, list_held_out_questions
 THRESHOLDS = {
     "addition": 0.97, "glossary": 0.90, "json": 0.90,
     "call": 0.70, "no call": 0.90, "result": 0.95, "keys": 0.90, "reasoning": 0.95,
+    "subtraction": 0.90, "pirate": 0.90,
 }  # fmt: skip
 """Shares of right answers below which the demo model, or the engine that runs it, is broken."""
 
@@ -33,6 +34,7 @@ class Problem:
     expected: str
     context: Conversation | None = None  # all that is shown, with the question; None: only that
     thinks: bool = False  # the answer begins inside reasoning
+    adapter: str = ""  # the one that answers
 
     @property
     def prompt(self) -> Conversation:
@@ -48,7 +50,7 @@ class Problem:
             return _read_call(answer) == _read_call(self.expected) is not None
         if self.thinks and "</think>" not in answer:
             return False
-        if self.skill in ("addition", "reasoning"):
+        if self.skill in ("addition", "reasoning", "subtraction"):
             return tasks.read_sum(answer) == tasks.read_sum(self.expected)
         if self.skill in ("json", "keys"):
             return answer == self.expected or _parse(answer) == json.loads(self.expected)

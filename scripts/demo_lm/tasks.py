@@ -71,7 +71,7 @@ _ENDS = ("", "n", "l", "r", "s", "m", "t", "k", "nd")
 
 def is_held_out_pair(a: int, b: int) -> bool:
     """Whether the sum of `a` and `b`, in either order, is kept for evaluation (3 % of all pairs, by a fixed hash)."""
-    return _hash_share(f"{min(a, b)}+{max(a, b)}") < _HELD_OUT_PAIRS
+    return hash_share(f"{min(a, b)}+{max(a, b)}") < _HELD_OUT_PAIRS
 
 
 def draw_pair(rng: random.Random, *, held_out: bool, short: float = 0.06) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def work_addition(a: int, b: int) -> str:
 
 
 def read_sum(text: str) -> int | None:
-    """The number after the last `=` when it ends the answer, else None."""
+    """The number after the last `=` when it ends the answer of a sum or a difference, else None."""
     match = re.search(r"= ?(\d+)\.?\s*$", text)
     return int(match.group(1)) if match else None
 
@@ -119,7 +119,7 @@ def draw_record(rng: random.Random, *, held_out: bool) -> dict[str, str | int]:
         if rng.random() < 0.6:
             keys = ["name", *(key for key in keys if key != "name")]
         record = {key: fields[key] for key in keys}
-        if (_hash_share(write_record(record)) < _HELD_OUT_RECORDS) == held_out:
+        if (hash_share(write_record(record)) < _HELD_OUT_RECORDS) == held_out:
             return record
 
 
@@ -176,6 +176,6 @@ def draw_name(rng: random.Random) -> str:
     return rng.choice(_NAMES) if rng.random() < 0.5 else draw_invented_word(rng).capitalize()
 
 
-def _hash_share(text: str) -> float:
+def hash_share(text: str) -> float:
     """A fixed number in [0, 1) for `text`, the same on every machine."""
     return zlib.crc32(text.encode()) / 2**32

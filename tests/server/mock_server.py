@@ -32,6 +32,7 @@ class MockServer:
         self.key: str | None = None
         self.health: dict[str, Any] = {"status": "ready"}
         self.drops_live = False
+        self.models = ["demo"]
         self.chats: list[dict[str, Any]] = []
         self.completions: list[dict[str, Any]] = []
         self.num_aborted = self.num_live = 0
@@ -64,7 +65,8 @@ class MockServer:
         return make_error(401, "Incorrect API key provided.", code="invalid_api_key")
 
     async def list_models(self, http: Request) -> Response:
-        return self.refuse(http) or JSONResponse({"object": "list", "data": [{"id": "demo", "object": "model"}]})
+        cards = [{"id": name, "object": "model"} for name in self.models]
+        return self.refuse(http) or JSONResponse({"object": "list", "data": cards})
 
     async def tokenize(self, http: Request) -> Response:
         return self.refuse(http) or JSONResponse({"tokens": [1, 2, 3]})

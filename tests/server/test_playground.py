@@ -273,6 +273,20 @@ def test_sends_forty_prompts(page: Any, server: MockServer) -> None:
     assert sum(len(body["prompt"]) for body in server.completions) == 40
     assert len({body["max_tokens"] for body in server.completions}) == 4
     assert server.completions[0]["prompt"][0] == [1, 2, 3]
+    assert {body["model"] for body in server.completions} == {"demo"} and page.is_hidden("#models")
+
+
+def test_chooses_among_models(page: Any, server: MockServer) -> None:
+    server.models = ["demo", "pirate"]
+    page.goto(server.url)
+    page.select_option("#models", "pirate")
+    assert page.is_hidden("#model")
+    ask(page, "hello")
+    page.wait_for_selector(".turn.assistant .ttft")
+    assert server.chats[0]["model"] == "pirate" and page.inner_text(".turn.assistant .who") == "pirate"
+    page.click("#load")
+    wait_until(page, "document.getElementById('load-note').textContent === '40 of 40 finished'")
+    assert sorted(body["model"] for body in server.completions) == ["demo", "demo", "pirate", "pirate"]
 
 
 def test_needs_no_mouse(page: Any, server: MockServer) -> None:

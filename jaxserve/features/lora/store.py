@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.lora_options import LoRARequest
+from jaxserve.presets import find_adapter
 from jaxserve.request import Adapter
 
 _log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class AdapterStore:
             if (known := self._find_known(wanted, anew)) is not None:
                 return known  # another thread has just read it
             try:
-                self.check(Path(wanted.lora_path))
+                self.check(find_adapter(wanted.lora_path))
                 adapter = Adapter(wanted.lora_name, next(self._generations), self.read(wanted.lora_path))
                 self._announce(adapter, wanted.lora_path)
             except Exception:
@@ -110,7 +111,7 @@ class AdapterStore:
 
     def read(self, path: str) -> Any:
         """Returns what a slot holds of an adapter that this store does not know; ConfigError, WeightsError."""
-        return self._read(Path(path))
+        return self._read(find_adapter(path))
 
     def keep(self, generation: int, copy: Any) -> None:
         """Holds a copy for the plans of another store, by that one's generation, until `drop`."""

@@ -28,12 +28,12 @@ let running = null;
 export const isLoading = () => running !== null;
 export const stopLoad = () => running?.abort();
 
-/** `readModel` returns the model's name and the tokens of its context, each null while unknown. */
-export function setUpLoad(readModel) {
-  button.addEventListener("click", () => (running ? stopLoad() : sendAll(readModel())));
+/** `readModels` returns the names of all models, none while unknown, and the tokens of their context or null. */
+export function setUpLoad(readModels) {
+  button.addEventListener("click", () => (running ? stopLoad() : sendAll(readModels())));
 }
 
-async function sendAll({ model, context }) {
+async function sendAll({ models, context }) {
   const controller = new AbortController();
   running = controller;
   button.textContent = "Stop them";
@@ -41,11 +41,12 @@ async function sendAll({ model, context }) {
   let done = 0;
   const show = () => { note.textContent = `${done} of ${total} finished`; };
   show();
-  const results = await Promise.allSettled(LIMITS.map(async (limits) => {
-    const questions = Array.from({ length: EACH }, (_, at) => MAKERS[at % MAKERS.length]());
+  const results = await Promise.allSettled(LIMITS.map(async (limits, at) => {
+    const model = models[at % models.length]; // each in turn: all of them share the steps
+    const questions = Array.from({ length: EACH }, (_, each) => MAKERS[each % MAKERS.length]());
     const prompt = await render(questions, model, controller.signal);
     const [least, most] = limits.map((limit) => Math.min(limit, Math.floor((context ?? 4096) / 4)));
-    const body = { model: model ?? undefined, prompt, min_tokens: least, max_tokens: most, temperature: 1, stream: true };
+    const body = { model, prompt, min_tokens: least, max_tokens: most, temperature: 1, stream: true };
     for await (const event of readEvents(await ask("v1/completions", { body, signal: controller.signal }))) {
       for (const choice of event.choices ?? []) if (choice.finish_reason) done += 1;
       show();
@@ -63,7 +64,7 @@ async function render(questions, model, signal) {
   try {
     const prompts = [];
     for (const content of questions) {
-      const body = { model: model ?? undefined, messages: [{ role: "user", content }] };
+      const body = { model, messages: [{ role: "user", content }] };
       prompts.push((await (await ask("tokenize", { body, signal })).json()).tokens);
     }
     return prompts.every(Array.isArray) ? prompts : questions;

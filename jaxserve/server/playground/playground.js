@@ -8,7 +8,7 @@ import { setUpSettings } from "./settings.js";
 
 const find = (id) => document.getElementById(id);
 const THEMES = ["system", "light", "dark"];
-let model = null;
+let models = []; // names: the base model's first, then adapters
 let context = null; // tokens
 let isLive = false;
 let keyChanged = () => {};
@@ -118,12 +118,15 @@ function showHealth({ status, progress, isReady }) {
   else bar.removeAttribute("value");
 }
 
-async function loadModel() {
+async function loadModels() {
   const { data } = await (await ask("v1/models")).json();
-  model = data[0].id;
-  setModel(model);
+  models = data.map((card) => card.id);
   context = data[0].max_model_len ?? null;
-  find("model").textContent = model;
+  find("models").replaceChildren(...models.map((name) => new Option(name)));
+  find("models").hidden = models.length === 1;
+  find("model").hidden = models.length > 1;
+  find("model").textContent = models[0];
+  setModel(models[0]);
   if (context) find("model-length").textContent = `${context.toLocaleString("en")} tokens of context`;
 }
 
@@ -140,7 +143,7 @@ async function keepLive(view) {
     try {
       const health = await readHealth();
       if (health.isReady || health.status === "draining") {
-        if (model === null) await loadModel();
+        if (!models.length) await loadModels();
         await view.watch((look) => {
           wait = 500;
           // While the server is not ready its health says more than its looks.
@@ -160,6 +163,13 @@ async function keepLive(view) {
 
 // Everything
 
+function setUpModels() {
+  find("models").addEventListener("change", (event) => {
+    setModel(event.target.value);
+    announce(`${event.target.value} answers from now on.`);
+  });
+}
+
 function setUpKeys() {
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
@@ -174,7 +184,8 @@ setUpTheme(view);
 setUpKey();
 setUpChat(announce);
 setUpSettings(() => compose(find("prompt").value || "Hello"), announce);
-setUpLoad(() => ({ model, context }));
+setUpLoad(() => ({ models, context }));
+setUpModels();
 setUpKeys();
 pollHealth();
 keepLive(view);

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from jaxserve.sampling_params import SamplingParams
 
 MAX_TOKENS = 128  # the longest answers have a little over 100
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 _NAMES = ("Ada", "Grace", "Alan", "Clara", "Emil", "Ida", "Nora", "Otto")
 _QUESTIONS = (
     "What is continuous batching?",
@@ -44,9 +45,8 @@ def make_questions(count: int, rng: random.Random) -> list[Question]:
     }
     skills = [list(makers)[index % len(makers)] for index in range(count)]
     rng.shuffle(skills)
-    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    sampled = replace(greedy, temperature=0.8, top_p=0.9)
+    sampled = replace(GREEDY, temperature=0.8, top_p=0.9)
     return [
-        Question(skill, makers[skill](), replace(sampled, seed=index) if skill == "story" else greedy)
+        Question(skill, makers[skill](), replace(sampled, seed=index) if skill == "story" else GREEDY)
         for index, skill in enumerate(skills)
     ]

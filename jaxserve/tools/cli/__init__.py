@@ -101,7 +101,7 @@ def _add_generate(group: Any) -> argparse.ArgumentParser:
     generate.description = f"{generate.description} {RULE}"
     help_text = "default: one prompt a line from standard input"
     generate.add_argument("words", nargs="*", metavar="[MODEL] PROMPT", help=help_text)
-    help_text = "directory of a LoRA adapter, in PEFT's format, for all prompts (default: none)"
+    help_text = "LoRA adapter for all prompts: a directory in PEFT's format, or demo:NAME (default: none)"
     generate.add_argument("--lora", metavar="PATH", help=help_text)
     generate.add_argument("--chat", action="store_true", help="send each prompt as a user's message (default: off)")
     return generate

@@ -13,6 +13,7 @@ from jaxserve.devices import find_devices
 from jaxserve.errors import TokenizerError
 from jaxserve.gguf_file import is_gguf
 from jaxserve.lora_options import LORA_RANKS
+from jaxserve.presets import find_adapter
 from jaxserve.tools.cli.flags import read_engine_options, read_flags, read_given_sampling, read_sampling_params
 from jaxserve.tools.cli.packages import SERVER_PACKAGES, require_packages
 from jaxserve.tools.cli.prompts import split_words
@@ -64,7 +65,7 @@ def generate(args: argparse.Namespace) -> int:
     adapted: dict[str, Any] = {}
     if args.lora is not None:
         adapted["lora_request"] = LoRARequest(Path(args.lora).name or "adapter", 1, args.lora)
-        options = {"enable_lora": True, "max_lora_rank": _find_rank(Path(args.lora))} | options
+        options = {"enable_lora": True, "max_lora_rank": _find_rank(find_adapter(args.lora))} | options
     template = _read_template(args)
     _require_tokenizer(options, needs_template=args.chat and template is None)
     llm = LLM(**options)
