@@ -2,7 +2,7 @@
 
 ```
 content part -> parts.py        what the body says: an address or data, and the detail
-             -> sources.py      its bytes: data, a host or a folder that the operator allowed
+loader.py    -> sources.py      its file: data, or a host (fetch.py, addresses.py) or a folder that the operator allowed
              -> reader.py       a process that can be killed: decode.py, then the size that processors/ choose
              -> items.py        MediaItem: pixels, grid, number of placeholder tokens, digest
 prompt       -> prompt.py       one placeholder an image becomes as many as its item counts   -> MediaSpan

@@ -11,7 +11,6 @@ import functools
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from jaxserve.errors import ConfigError, InvalidRequestError
@@ -26,14 +25,6 @@ _PORTS = {"http": 80, "https": 443}
 _MOST_ADDRESSES = 4  # that are tried
 
 
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """The limits of what hosts send, beside an image's own."""
-
-    timeout_s: float = 10.0  # for one image: the name, the connection, the answer to its end
-    at_once: int = 8  # others wait; their time begins when they have their turn
-
-
 async def resolve(host: str, port: int) -> list[str]:
     """Returns the addresses of a name; OSError where there are none."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -42,14 +33,14 @@ async def resolve(host: str, port: int) -> list[str]:
 
 @final
 class Fetcher:
-    """Fetches from allowed hosts. It belongs to one event loop."""
+    """Fetches from allowed hosts."""
 
     def __init__(
         self,
         domains: Sequence[str],
-        limits: FetchLimits,
-        max_bytes: int,
         *,
+        max_bytes: int,
+        timeout_s: float = 10.0,
         resolve: Resolve = resolve,
         is_allowed_address: Callable[[str], bool] = is_public,
     ) -> None:
@@ -58,15 +49,15 @@ class Fetcher:
         Args:
             domains: hosts as URLs have them, each perhaps with a port.
             max_bytes: of an answer's body.
+            timeout_s: seconds for one image: the name, the connection, the answer to its end.
             resolve, is_allowed_address: replaced by tests.
 
         Raises:
             ConfigError: a domain is no host.
         """
         self._hosts = frozenset(map(_read_domain, domains))
-        self._limits, self._max_bytes = limits, max_bytes
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._resolve, self._is_allowed_address = resolve, is_allowed_address
-        self._turns = asyncio.Semaphore(limits.at_once)
 
     async def fetch(self, url: str, field: str) -> bytes:
         """Returns what a URL of http or https has.
@@ -77,7 +68,7 @@ class Fetcher:
         """
         parsed = self._check(url, field)
         try:
-            async with self._turns, asyncio.timeout(self._limits.timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 return await self._get(parsed, field)
         except TimeoutError as error:
             raise self._refuse(field) from error
@@ -126,7 +117,7 @@ class Fetcher:
 
         headers = {"Host": url.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"}
         client = httpx.AsyncClient(
-            verify=_make_context(), trust_env=False, follow_redirects=False, timeout=self._limits.timeout_s
+            verify=_make_context(), trust_env=False, follow_redirects=False, timeout=self._timeout_s
         )
         async with client:
             extensions = {"sni_hostname": url.raw_host.decode("ascii")}
@@ -150,7 +141,7 @@ class Fetcher:
     def _refuse(self, field: str) -> InvalidRequestError:
         message = (
             f"its host ({_OPTION}) gave no image of at most {self._max_bytes:,} bytes "
-            f"in {self._limits.timeout_s:g} s; send the image as data"
+            f"in {self._timeout_s:g} s; send the image as data"
         )
         return InvalidRequestError(message, field=field)
 

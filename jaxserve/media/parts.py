@@ -28,6 +28,11 @@ class ImagePart:
     image: Any = None  # Pillow's image, in Python only
     detail: Detail = "auto"
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether a host has it."""
+        return self.url is not None and self.url[:6].lower().startswith(("http:", "https:"))
+
 
 def take_images(messages: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[str, Any]], list[ImagePart]]:
     """Returns the messages with `IMAGE` in place of each image, and the images in their order.

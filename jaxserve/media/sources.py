@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 from jaxserve.errors import ConfigError, InvalidRequestError, shorten
 from jaxserve.files import read_regular
 from jaxserve.media.decode import ImageLimits
-from jaxserve.media.fetch import Fetcher, FetchLimits
+from jaxserve.media.fetch import Fetcher
 from jaxserve.media.parts import ImagePart
 
 _MOST_HEAD = 256  # characters of a data URL in front of its data
@@ -35,16 +35,13 @@ class ImageFile:
 
 @final
 class MediaSources:
-    """Reads images of requests. Its coroutines belong to one event loop."""
+    """Reads images of requests."""
 
-    def __init__(
-        self, options: SourceOptions, limits: ImageLimits, fetch: FetchLimits, fetcher: Fetcher | None = None
-    ) -> None:
+    def __init__(self, options: SourceOptions, limits: ImageLimits, fetcher: Fetcher | None = None) -> None:
         """Opens nothing.
 
         Args:
             limits: of an image.
-            fetch: of what hosts send.
             fetcher: replaces the one that these limits and options make, for tests.
 
         Raises:
@@ -52,7 +49,7 @@ class MediaSources:
         """
         self._limits = limits
         self._folder = _find_folder(options.allowed_local_media_path)
-        self._fetcher = fetcher or Fetcher(options.allowed_media_domains, fetch, limits.max_bytes)
+        self._fetcher = fetcher or Fetcher(options.allowed_media_domains, max_bytes=limits.max_bytes)
 
     async def load(self, part: ImagePart) -> ImageFile:
         """Returns an image's file.
@@ -67,7 +64,7 @@ class MediaSources:
         if len(part.url) > _MOST_URL:
             message = f"a URL may have {_MOST_URL:,} characters, got {len(part.url):,}; longer ones must be data"
             raise InvalidRequestError(message, field=part.field)
-        if scheme in ("http", "https"):
+        if part.is_remote:
             return ImageFile(await self._fetcher.fetch(part.url, part.field), is_base64=False)
         if scheme == "file":
             return ImageFile(self._read_file(part.url, part.field), is_base64=False)

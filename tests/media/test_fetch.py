@@ -15,7 +15,7 @@ import pytest
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.media import fetch as module
 from jaxserve.media.addresses import is_public
-from jaxserve.media.fetch import Fetcher, FetchLimits, resolve
+from jaxserve.media.fetch import Fetcher, resolve
 
 NAME = "pictures.test"
 BODY = b"a picture"
@@ -66,13 +66,11 @@ class Resolver:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-def make(
-    port: int, resolver: Resolver | None = None, *, limits: FetchLimits | None = None, is_checked: bool = False
-) -> Fetcher:
+def make(port: int, resolver: Resolver | None = None, *, timeout_s: float = 10.0, is_checked: bool = False) -> Fetcher:
     return Fetcher(
         (NAME, f"{NAME}:{port}"),
-        limits or FetchLimits(),
-        64,
+        max_bytes=64,
+        timeout_s=timeout_s,
         resolve=resolver or Resolver(["127.0.0.1"]),
         is_allowed_address=is_public if is_checked else lambda address: address == "127.0.0.1",
     )
@@ -117,8 +115,7 @@ def test_the_certificate_is_checked_for_the_name(monkeypatch: pytest.MonkeyPatch
             assert host.names == [NAME]
             other = Fetcher(
                 (f"other.test:{host.port}",),
-                FetchLimits(),
-                64,
+                max_bytes=64,
                 resolve=Resolver(["127.0.0.1"]),
                 is_allowed_address=bool,
             )
@@ -198,7 +195,7 @@ def test_addresses_as_hosts_are_checked_too() -> None:
     async def run() -> None:
         async with Host() as host:
             for name in ("127.0.0.1", "2130706433", "0x7f000001", "127.1", "localhost", "[::1]"):
-                fetcher = Fetcher((f"{name}:{host.port}",), FetchLimits(), 64)
+                fetcher = Fetcher((f"{name}:{host.port}",), max_bytes=64)
                 await refuse(fetcher, f"http://{name}:{host.port}/")
             assert host.heads == []
 
@@ -222,8 +219,7 @@ def test_the_next_address_is_tried_where_none_listens() -> None:
         async with Host() as host:
             fetcher = Fetcher(
                 (f"{NAME}:{host.port}",),
-                FetchLimits(),
-                64,
+                max_bytes=64,
                 resolve=Resolver(["127.0.0.9", "127.0.0.1"]),
                 is_allowed_address=bool,
             )
@@ -291,7 +287,7 @@ def test_hosts_that_never_end_are_left_in_time() -> None:
     async def run() -> None:
         for case in cases:
             async with Host(lambda writer, case=case: drip(writer, *case)) as host:
-                fetcher = make(host.port, limits=FetchLimits(timeout_s=0.4))
+                fetcher = make(host.port, timeout_s=0.4)
                 async with asyncio.timeout(30):
                     assert "allowed_media_domains" in await refuse(fetcher, f"http://{NAME}:{host.port}/")
 
@@ -308,33 +304,8 @@ def test_a_resolver_that_fails_or_hangs_is_no_answer() -> None:
 
     async def run() -> None:
         for each in (fail, hang):
-            fetcher = Fetcher((NAME,), FetchLimits(timeout_s=0.1), 64, resolve=each)
+            fetcher = Fetcher((NAME,), max_bytes=64, timeout_s=0.1, resolve=each)
             assert "secret" not in await refuse(fetcher, f"http://{NAME}/")
-
-    asyncio.run(run())
-
-
-def test_few_are_fetched_at_once() -> None:
-    busy, most = 0, 0
-    go = asyncio.Event()
-
-    async def answer(writer: asyncio.StreamWriter) -> None:
-        nonlocal busy, most
-        busy += 1
-        most = max(most, busy)
-        if busy == 2:
-            go.set()
-        await go.wait()
-        busy -= 1
-        writer.write(GOOD)
-        await writer.drain()
-
-    async def run() -> None:
-        async with Host(answer) as host:
-            fetcher = make(host.port, limits=FetchLimits(timeout_s=60.0, at_once=2))
-            url = f"http://{NAME}:{host.port}/"
-            assert await asyncio.gather(*(fetcher.fetch(url, "part") for _ in range(6))) == [BODY] * 6
-            assert most == 2
 
     asyncio.run(run())
 
@@ -359,13 +330,13 @@ def test_the_systems_resolver_gives_addresses() -> None:
 @pytest.mark.parametrize("domain", ["", "*", "*.test", "http://a.test", "a.test/b", "u@a.test", "a.test:x", "a.test?b"])
 def test_domains_must_be_hosts(domain: str) -> None:
     with pytest.raises(ConfigError) as error:
-        Fetcher((domain,), FetchLimits(), 64)
+        Fetcher((domain,), max_bytes=64)
     assert error.value.field == "allowed_media_domains"
 
 
 def test_the_list_of_domains_is_compared_as_urls_are() -> None:
     async def run() -> None:
-        fetcher = Fetcher(("MÜNCHEN.test",), FetchLimits(), 64, resolve=Resolver(["10.0.0.1"]))
+        fetcher = Fetcher(("MÜNCHEN.test",), max_bytes=64, resolve=Resolver(["10.0.0.1"]))
         assert "not public" in await refuse(fetcher, "https://münchen.TEST/")
         assert "not public" in await refuse(fetcher, "https://xn--mnchen-3ya.test:443/")
 

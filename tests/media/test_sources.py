@@ -10,7 +10,6 @@ import pytest
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.media.decode import ImageLimits
-from jaxserve.media.fetch import FetchLimits
 from jaxserve.media.parts import ImagePart
 from jaxserve.media.sources import ImageFile, MediaSources, SourceOptions
 
@@ -19,7 +18,7 @@ LIMITS = ImageLimits(max_bytes=30)
 
 def load(url: str, **options: object) -> ImageFile:
     async def run() -> ImageFile:
-        sources = MediaSources(SourceOptions(**options), LIMITS, FetchLimits())  # type: ignore[arg-type]
+        sources = MediaSources(SourceOptions(**options), LIMITS)  # type: ignore[arg-type]
         return await sources.load(ImagePart("part", url))
 
     return asyncio.run(run())
