@@ -46,7 +46,7 @@ class AdapterSettings:
 def start_adapter(params: Params, seed: int) -> Adapter:
     """An adapter of all projections: A is random and B zero, so that it changes nothing yet."""
     adapter: Adapter = {}
-    keys = iter(jax.random.split(jax.random.key(seed), 1000))
+    keys = iter(jax.random.split(jax.random.key(seed), 1000))  # more than there are matrices
     for block in sorted(name for name in params if name.endswith(tuple(PROJECTIONS))):
         adapter[block] = {}
         for name, leaf in sorted(params[block].items()):
