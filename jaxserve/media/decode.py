@@ -18,7 +18,8 @@ from jaxserve.errors import InvalidRequestError, MissingPackageError, shorten
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PILLOW = "pillow>=12.3"  # what the extra `images` installs
+_LEAST_VERSION = 13
+PILLOW = f"pillow>={_LEAST_VERSION}"  # what the extra `images` installs
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _STRIP_ROWS = 512  # put onto white at once, since each copy of a large image takes hundreds of megabytes
 _WHITE = (255, 255, 255, 255)
@@ -36,14 +37,16 @@ def require_pillow() -> None:
     """Imports Pillow.
 
     Raises:
-        MissingPackageError: it is not installed; says what to install.
+        MissingPackageError: it is not installed, or too old; says what to install.
     """
     try:
-        import PIL.Image  # noqa: F401
+        import PIL.Image
     except ImportError as error:
         reason = " ".join(str(error).split())
         message = f"images need Pillow, which cannot be imported ({reason}); pip install '{PILLOW}'"
         raise MissingPackageError(message) from error
+    if int(PIL.__version__.partition(".")[0]) < _LEAST_VERSION:
+        raise MissingPackageError(f"Pillow {PIL.__version__} is too old for images; pip install '{PILLOW}'")
 
 
 def decode_base64(data: bytes, limits: ImageLimits, field: str) -> Image:

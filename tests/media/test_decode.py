@@ -216,3 +216,9 @@ def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr(builtins, "__import__", refuse_pillow)
     with pytest.raises(MissingPackageError, match="pip install 'pillow>="):
         require_pillow()
+
+
+def test_an_old_pillow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.__version__", "12.3.0")
+    with pytest.raises(MissingPackageError, match=r"Pillow 12\.3\.0 is too old"):
+        decode(save(Image.new("RGB", (2, 2))), LIMITS, "part")
