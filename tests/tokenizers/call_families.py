@@ -292,6 +292,51 @@ _PHI4_MINI = """
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
 """
 
+_QWEN35 = """
+{%- macro show(content) %}
+    {%- if content is string %}{{- content }}
+    {%- else %}{%- for part in content or [] %}{{- part.text }}{%- endfor %}{%- endif %}
+{%- endmacro %}
+{%- set system = show(messages[0].content) | trim if messages[0].role == 'system' else '' %}
+{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\n<tool_call>\\n<function=f>\\n<parameter=k>\\nv\\n</parameter>\\n</function>\\n</tool_call>' }}
+    {{- ('\\n\\n' + system if system else '') + '<|im_end|>\\n' }}
+{%- elif system %}{{- '<|im_start|>system\\n' + system + '<|im_end|>\\n' }}{%- endif %}
+{%- set last = namespace(user=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+    {%- set content = show(m.content) | trim %}
+    {%- if m.role == 'system' and not loop.first %}{{- raise_exception('a system message must be the first') }}
+    {%- elif m.role == 'user' %}{{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}
+    {%- elif m.role == 'assistant' %}
+        {%- set thought = m.reasoning_content if m.reasoning_content is string else '' %}
+        {%- if loop.index0 > last.user %}
+            {%- set content = '<think>\\n' + thought | trim + '\\n</think>\\n\\n' + content %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' + content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\\n' if not loop.first else '\\n\\n' if show(m.content) | trim else '' }}
+            {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {%- set is_json = value is mapping or (value is sequence and value is not string) %}
+                {{- '<parameter=' + key + '>\\n' + (value | tojson if is_json else value | string) }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|im_start|>user' if messages[loop.index0 - 1].role != 'tool' else '' }}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {{- '' if loop.nextitem is defined and loop.nextitem.role == 'tool' else '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+    {{- '<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is false else '<think>\\n' }}
+{%- endif %}
+"""
+
 _NEMOTRON_NANO2 = """
 {%- set ns = namespace(thinks=true) -%}
 {%- for m in messages if m.role in ('user', 'system') and '/no_think' in m.content -%}
@@ -331,6 +376,7 @@ _NEMOTRON_NANO2 = """
 
 CALL_FAMILIES = {
     "Qwen 3 Coder": _QWEN3_CODER,
+    "Qwen 3.5": _QWEN35,
     "GLM 4.5": _GLM45,
     "MiniMax M2": _MINIMAX_M2,
     "DeepSeek V3": _DEEPSEEK_V3,

@@ -35,6 +35,7 @@ from tests.tokenizers.test_adaptation import render_chat
 
 PARSERS = {
     "Qwen 3": "hermes",
+    "Qwen 3.5": "qwen3_coder",
     "Qwen 3 Coder": "qwen3_coder",
     "GLM 4.5": "glm45",
     "MiniMax M2": "minimax_m2",
@@ -53,6 +54,7 @@ PARSERS = {
 }
 REASONING = {
     "Qwen 3": "qwen3",
+    "Qwen 3.5": "qwen3",
     "GLM 4.5": "glm45",
     "MiniMax M2": "minimax_m2",
     "DeepSeek V3.1": "deepseek_v3",
@@ -64,6 +66,7 @@ REASONING = {
 }
 ENDS = {  # what ends a turn; it stops the sequence and is no part of its text
     "Qwen 3": "<|im_end|>\n",
+    "Qwen 3.5": "<|im_end|>\n",
     "Qwen 3 Coder": "<|im_end|>\n",
     "GLM 4.5": "",
     "MiniMax M2": "[e~[\n",
