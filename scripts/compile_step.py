@@ -141,7 +141,9 @@ def measure_step(
     is_bounded = shapes.model.quantization is not None and bucket.tokens == bucket.rows
     expanded = replace(shapes.model, quantization=None)
     layer = params_bytes(param_specs(expanded)["layers"][0], shapes.num_devices, shapes.platform)
-    most_temp = use.recurrent or None  # loops over a few rows or tiles hold no second pool of states
+    # Loops over a few rows or tiles hold no second pool of states. Logits of a verify step are those of all its tokens.
+    logits = 4 * bucket.tokens * shapes.model.vocab_size if bucket.width > 1 else 0
+    most_temp = use.recurrent + logits if use.recurrent else None
     report = ProgramReport(
         name,
         gate.target.name,
