@@ -140,10 +140,10 @@ def list_contexts(
     config: DecoderConfig, batches: tuple[BatchMeta, ...], layout: CacheLayout, mesh: Mesh | None, *, only_stores: bool
 ) -> list[LayerContext]:
     """Returns the context of each layer, but for its pool and its own input; the arguments are those of `forward`."""
-    ropes = {kind.rope for kind in config.layers} - {None}
-    tables = {rope: rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes}
+    ropes = dict.fromkeys(kind.rope for kind in config.layers if kind.rope is not None)
+    made = [rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes]
     # Left alone, XLA computes cosines and sines anew in every rotation, for each head.
-    tables = lax.optimization_barrier(tables)
+    tables = dict(zip(ropes, lax.optimization_barrier(made), strict=True))
     return [
         LayerContext(
             mesh=mesh,
