@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.core.runtime.startup import estimate_use
 from jaxserve.errors import ConfigError, NonFiniteLogitsError
 from jaxserve.families.registry import parse_config
+from jaxserve.presets import demo_model_dir
 from tests.e2e.drafters import Mode, compare, list_texts, make_scripted, run_scripted, teach
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import CACHE, SIZES, generate_ids, greedy, make_llm, run_on_devices
+from tests.e2e.helpers import CACHE, SIZES, generate_ids, greedy, make_demo, make_llm, run_on_devices
 from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
+from tests.e2e.test_speculation_text import FORMS
+from tests.e2e.test_speculation_text import check as check_forms
 from tests.families.naive import make_tensors
 from tests.features.speculation.drafters import HEAD, TARGET, make_head, write_files
 from tests.golden_cases import load_case
@@ -155,6 +159,38 @@ def test_a_drafter_that_keeps_a_state_is_refused() -> None:
     with pytest.raises(ConfigError, match="qwen3_next keeps a recurrent state") as raised:
         make_llm(CASE, speculative_config=config)
     assert raised.value.field == "speculative_config.model"
+
+
+def write_text_model(folder: Path) -> str:
+    """A hybrid with the tokenizer of the demo model, for random weights."""
+    demo = demo_model_dir()
+    own = json.loads((demo / "config.json").read_text())
+    shared = {name: own[name] for name in ("vocab_size", "eos_token_id")} | {"max_position_embeddings": 384}
+    raw = json.loads((load_case(CASE).path / "config.json").read_text()) | shared
+    for path in demo.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return str(folder)
+
+
+@THOROUGH
+def test_grammars_and_forced_text_beside_drafts(tmp_path: Path) -> None:
+    make = partial(make_demo, write_text_model(tmp_path), load_format="dummy")
+    drafting = make_scripted(make, 3)
+    tallies = check_forms(make(), drafting, FORMS)
+    assert tallies[Mode.RIGHT].accepted == tallies[Mode.RIGHT].drafts > 100
+
+
+@THOROUGH
+def test_states_of_16_bits_are_rounded_behind_each_token(engines: Engines) -> None:
+    """As between plain steps, so tokens stay the same."""
+    golden = load_case(CASE)
+    half = partial(make_llm, CASE, mamba_ssm_cache_dtype="bfloat16")
+    expected = generate_ids(engines.get(half), golden.prompts, greedy(64))
+    drafting = make_scripted(half, 3)
+    for mode in Mode:
+        teach(drafting, [[*prompt, *ids] for prompt, ids in zip(golden.prompts, expected, strict=True)], mode)
+        assert generate_ids(drafting, golden.prompts, greedy(64)) == expected
 
 
 _TP_SCRIPT = """

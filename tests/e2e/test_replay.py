@@ -28,6 +28,11 @@ from tests.golden_cases import load_case
 from tests.quantized_files import METHODS, write_quantized
 
 CACHE = ("--compilation-cache-dir", str(PROGRAMS))
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "num_speculative_tokens_per_batch_size": [[1, 4, 3]],
+}
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
@@ -248,9 +253,12 @@ def test_pools_of_several_groups_and_loops_of_steps_are_those_of_the_recording(
 
 
 @pytest.mark.slow
-def test_rows_that_go_on_from_snapshots_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("drafts", [None, pytest.param(DRAFTS, marks=pytest.mark.thorough)])
+def test_rows_that_go_on_from_snapshots_are_replayed(
+    drafts: dict[str, Any] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "steps.jsonl"
-    llm = make_llm("qwen3_next", record_steps=str(path), compile="used")
+    llm = make_llm("qwen3_next", record_steps=str(path), compile="used", speculative_config=drafts)
     assert llm.ready.shapes.impl == "xla", "its heads are too small for the CPU's kernel"
     for tail in (1, 2, 3):
         llm.generate({"prompt_token_ids": [*range(3, 80), *[5] * tail]}, SamplingParams(max_tokens=60, temperature=0))
