@@ -180,9 +180,10 @@ def _list_runs(batch: BatchMeta, slots: StateSlots, nowhere: int) -> tuple[_Runs
     if slots.leaves_pending:
         assert batch.max_query_len is not None
         return _Runs(slots.read, slots.write, starts, lengths, len(lengths)), batch.max_query_len
-    found, count = _find(lengths > 0)
+    found = _find(lengths > 0)
     places = _take(slots.read, found, nowhere), _take(slots.write, found, nowhere)
-    return _Runs(*places, _take(starts, found, 0), _take(lengths, found, 0), count), jnp.max(lengths)
+    tokens = _take(starts, found, 0), _take(lengths, found, 0)
+    return _Runs(*places, *tokens, jnp.sum(lengths > 0)), jnp.max(lengths)
 
 
 def _list_rows(
@@ -193,19 +194,19 @@ def _list_rows(
     nowhere: int,
 ) -> _Singles:
     """Returns the chosen rows, in their order."""
-    found, count = _find(chosen)
+    found = _find(chosen)
     places = _take(read, found, nowhere), _take(write, found, nowhere)
-    return _Singles(*places, _take(tokens, found, jnp.iinfo(jnp.int32).max), count)
+    return _Singles(*places, _take(tokens, found, jnp.iinfo(jnp.int32).max), chosen.sum())
 
 
 def _take(values: Int[Array, " S"], rows: Int[Array, " S"], absent: int) -> Int[Array, " S"]:
     return values.at[rows].get(mode="fill", fill_value=absent)
 
 
-def _find(chosen: Bool[Array, " S"]) -> tuple[Int[Array, " S"], Int[Array, ""]]:
-    """Returns the chosen rows in their order, then numbers of no row; and how many are chosen."""
+def _find(chosen: Bool[Array, " S"]) -> Int[Array, " S"]:
+    """Returns the chosen rows in their order, then numbers of no row."""
     (found,) = jnp.nonzero(chosen, size=len(chosen), fill_value=len(chosen))
-    return found, chosen.sum()
+    return found
 
 
 def _run_rows(

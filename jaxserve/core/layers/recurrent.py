@@ -29,7 +29,10 @@ def choose_slots(
     *,
     leaves_pending: bool = False,
 ) -> StateSlots:
-    """Returns the slots of a step's rows; `seq_lens` include its tokens, of which a row has `query_lens`."""
+    """Returns the slots of a step's rows; `seq_lens` include its tokens, of which a row has `query_lens`.
+
+    A step that leaves its tokens pending writes to none.
+    """
     nowhere = jnp.iinfo(jnp.int32).max
     own = jnp.where(row_ids == padding_row, nowhere, row_ids)
     read = jnp.where(seq_lens > query_lens, own, nowhere)
@@ -50,11 +53,9 @@ def write_slots(pool: jax.Array, offset: int, slots: Int[Array, " n"], state: ja
 
 def keep_streams(pending: tuple[jax.Array, ...], offset: int, streams: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Returns the pool's arrays with the streams [..., T, C] of a verify step's tokens, of which there may be fewer."""
-    zero = jnp.zeros((), jnp.int32)
 
     def keep(array: jax.Array, stream: jax.Array) -> jax.Array:
-        at = (jnp.int32(offset), *[zero] * stream.ndim)
-        return lax.dynamic_update_slice(array, stream.astype(array.dtype)[None], at)
+        return lax.dynamic_update_slice(array, stream.astype(array.dtype)[None], (offset, *[0] * stream.ndim))
 
     return tuple(keep(array, stream) for array, stream in zip(pending, streams, strict=True))
 
@@ -67,7 +68,7 @@ def take_streams(
 
 
 def copy_slots[T](
-    pools: T, sources: Int[Array, " C"], targets: Int[Array, " C"], first: Int[Array, ""], end: Int[Array, ""]
+    pools: T, sources: Int[Array, " C"], targets: Int[Array, " C"], first: Int[Array, ""] | int, end: Int[Array, ""]
 ) -> T:
     """Returns arrays [L, slots, ...] of any layers with the copies first..end - 1 made one after another in each."""
 

@@ -27,7 +27,7 @@ def load_states(model: StepModel, cache: KVCache, inputs: StepInputs) -> KVCache
     """Returns the cache after a step's copies from snapshots to rows."""
     if not inputs.copy_ends.size:
         return cache
-    return _copy(model, cache, inputs.copy_sources, inputs.copy_targets, jnp.int32(0), inputs.copy_ends[0])
+    return _copy(model, cache, inputs.copy_sources, inputs.copy_targets, 0, inputs.copy_ends[0])
 
 
 def save_states(model: StepModel, cache: KVCache, inputs: StepInputs, num_computed: Int[Array, " R"]) -> KVCache:
@@ -42,7 +42,7 @@ def save_states(model: StepModel, cache: KVCache, inputs: StepInputs, num_comput
         index = jnp.arange(len(sources))
         is_due = (index >= start) & (index < end) & (num_computed[sources] == inputs.copy_points)
         (found,) = jnp.nonzero(is_due, size=len(sources), fill_value=0)
-        sources, targets, start, end = sources[found], targets[found], jnp.int32(0), jnp.sum(is_due, dtype=jnp.int32)
+        sources, targets, start, end = sources[found], targets[found], 0, jnp.sum(is_due, dtype=jnp.int32)
     return _copy(model, cache, sources, targets, start, end)
 
 
@@ -51,7 +51,7 @@ def _copy(
     cache: KVCache,
     sources: Int[Array, " C"],
     targets: Int[Array, " C"],
-    start: Int[Array, ""],
+    start: Int[Array, ""] | int,
     end: Int[Array, ""],
 ) -> KVCache:
     first, last = model.layout.num_page_pools, model.layout.num_pools
