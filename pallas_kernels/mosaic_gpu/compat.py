@@ -8,6 +8,7 @@ operation on purpose and see the race detector notice. What only one kind of GPU
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,9 @@ set_max_registers = plgpu.set_max_registers
 layout_cast = plgpu.layout_cast
 
 WGMMA = plgpu.Layout.WGMMA  # how a warpgroup's registers hold [rows, columns], rows a multiple of 64
-# How they hold [rows, columns], columns a multiple of 64, where sums over rows stay within a warp: of eight rows a warp
-# has 16 columns, and a thread four of one.
+# How they hold states: 4 numbers of a line each, and sums within a warp, over rows or over columns.
 TURNED = plgpu.Layout.TILED(Tiling(((8, 64), (16,), (4,))), warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
+BY_ROW = plgpu.Layout.TILED(Tiling(((32, 16), (8, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
 SWIZZLE_BYTES = 128  # the widest swizzle
 SWIZZLE_ROWS = 8  # rows of a tile of swizzled shared memory: a slice's start and size are multiples of it
 
@@ -108,6 +109,6 @@ def load_row(row: jax.Ref) -> jax.Array:
     return plgpu.load(row, layout=WGMMA.reduce(0))
 
 
-def load_turned(tile: jax.Ref, reduced: int | None = None) -> jax.Array:
-    """A tile of global memory in registers as TURNED, or a vector that goes with such a tile, whose axis it lacks."""
-    return plgpu.load(tile, layout=TURNED if reduced is None else TURNED.reduce(reduced), optimized=False)
+def load_as(tile: jax.Ref, layout: Any) -> jax.Array:
+    """A part of global memory in registers."""
+    return plgpu.load(tile, layout=layout, optimized=False)

@@ -13,7 +13,8 @@ import jax
 
 from pallas_kernels.backends import choose_impl
 from pallas_kernels.mosaic_gpu.toolkit import find_compiler_obstacle
-from pallas_kernels.recurrent.spec import DeltaShape, DeltaTokens, StateRows
+from pallas_kernels.platform import name_platform
+from pallas_kernels.recurrent.spec import RuleShape, RuleTokens, StateRows
 
 _HOMES = {  # by name: a module, and whether it is interpreted
     "gpu": ("hopper", False),
@@ -23,13 +24,14 @@ _HOMES = {  # by name: a module, and whether it is interpreted
 }
 
 
-def apply_delta_rule(
-    tokens: DeltaTokens, pool: jax.Array, offset: int, rows: StateRows, *, impl: str
+def advance_states(
+    tokens: RuleTokens, pool: jax.Array, offset: int, rows: StateRows, *, impl: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Takes the states of rows through their tokens by the gated delta rule.
+    """Takes the states of rows through their tokens: by the state space of Mamba-2 if these have no betas, else by the
+    gated delta rule.
 
-    Returns the answers [T, N, B] in float32, zeros for tokens of no row, and the pool [L, R, N, A, B] after the step,
-    of which the layer `offset` is read and written. Donate the pool: the write is then in place. N may be one device's
+    Returns the answers [T, N, B] in float32, zeros for tokens of no row, and the pool [L, R, N, ...] after the step, of
+    which the layer `offset` is read and written. Donate the pool: the write is then in place. N may be one device's
     share under shard_map.
 
     Raises:
@@ -39,20 +41,21 @@ def apply_delta_rule(
         raise ValueError(f"impl must be one of {', '.join(_HOMES)}, got {impl!r}")
     num_tokens, keys, key_dim = tokens.q.shape
     heads, value_dim = tokens.v.shape[1:]
-    shape = DeltaShape(keys, heads // keys, key_dim, value_dim, pool.dtype.name, num_tokens)
+    rule = "space" if tokens.beta is None else "delta"
+    shape = RuleShape(keys, heads // keys, key_dim, value_dim, pool.dtype.name, num_tokens, rule)
     home, interpret = _HOMES[impl]
     module = import_module(f"pallas_kernels.recurrent.{home}")
     return module.run(tokens, pool, offset, rows, shape, interpret=interpret)
 
 
-def choose_recurrent_impl(shape: DeltaShape, *, platform: str, device_kind: str = "") -> tuple[str, str]:
+def choose_recurrent_impl(shape: RuleShape, *, platform: str, device_kind: str = "") -> tuple[str, str]:
     """The implementation for a shape on a device, "xla" for none of these, and the reason for users.
 
     `platform` and `device_kind` are those of `choose_impl`, and the kernels run where those of attention do.
     """
     name, _ = choose_impl(platform, device_kind)
     portable = "XLA's operations in loops over rows and tiles"
-    if platform == "cpu":
+    if not is_portable_slow(shape.rule, platform):
         return "xla", portable
     if name in _HOMES:
         obstacle = import_module(f"pallas_kernels.recurrent.{_HOMES[name][0]}").find_obstacle(shape)
@@ -62,3 +65,9 @@ def choose_recurrent_impl(shape: DeltaShape, *, platform: str, device_kind: str 
     if obstacle is None:
         return name, f"a Pallas kernel for recurrent states, compiled for {device_kind}"
     return "xla", f"{portable}, which are slow here: {obstacle}"
+
+
+def is_portable_slow(rule: str, platform: str) -> bool:
+    """Whether XLA's form of a rule is slow on a platform: GPUs wait for the host in each turn of its loops, and TPUs
+    compile that of the delta rule for minutes."""
+    return name_platform(platform) == "gpu" or (platform == "tpu" and rule == "delta")

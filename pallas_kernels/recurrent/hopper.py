@@ -1,8 +1,8 @@
-"""The gated delta rule for Hopper (Pallas Mosaic GPU): the recurrence itself, on states in registers.
+"""Recurrent rules for Hopper (Pallas Mosaic GPU): the recurrence itself, on states in registers.
 
-Columns of a state need nothing of each other. So a block takes 64 columns of one head's state through one row's tokens:
-it reads them once, keeps them in the registers of a warpgroup, and writes them once. A row has the same bits wherever
-its text is cut, and whatever stands beside it.
+The values of a state need nothing of each other. So a block takes some values of one head's state, with all keys,
+through one row's tokens: it reads them once, keeps them in the registers of a warpgroup, and writes them once. A row
+has the same bits wherever its text is cut, and whatever stands beside it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_gpu import compat
-from pallas_kernels.recurrent.spec import DeltaShape, DeltaTokens, StateRows
+from pallas_kernels.recurrent.spec import RuleShape, RuleTokens, StateRows
 
-_KEY_DIM = 128  # more would not fit the registers
-_COLUMNS = 64  # of a block
+_MOST_KEYS = 128  # more would not fit the registers
 _DTYPES = ("float32", "bfloat16")
+# By rule: the axis of keys in a state, its tiles in registers, what keys are a multiple of, and the values of a block.
+_KEY_AXES = {"delta": 0, "space": 1}
+_TILES = {"delta": compat.TURNED, "space": compat.BY_ROW}
+_LEAST_KEYS = {"delta": 8, "space": 16}
+_VALUES = {"delta": (64,), "space": (64, 32)}
 
 
-def find_obstacle(shape: DeltaShape) -> str | None:
+def find_obstacle(shape: RuleShape) -> str | None:
     """Why the kernel cannot run, in words for users."""
-    if shape.key_dim % 8 or shape.key_dim > _KEY_DIM or shape.value_dim % _COLUMNS:
+    least, values = _LEAST_KEYS[shape.rule], _VALUES[shape.rule][-1]
+    if shape.key_dim % least or shape.key_dim > _MOST_KEYS or shape.value_dim % values:
         return (
-            f"it needs key heads of a multiple of 8 up to {_KEY_DIM} and value heads of a multiple of {_COLUMNS}, "
-            f"these are of {shape.key_dim} x {shape.value_dim}"
+            f"it needs keys of a multiple of {least} up to {_MOST_KEYS} and values of a multiple of {values}, "
+            f"these are of {shape.key_dim} and {shape.value_dim}"
         )
     if shape.state_dtype not in _DTYPES:
         return f"it keeps states of {' or '.join(_DTYPES)}, these are of {shape.state_dtype}"
@@ -35,24 +40,26 @@ def find_obstacle(shape: DeltaShape) -> str | None:
 
 
 def run(
-    tokens: DeltaTokens, pool: jax.Array, offset: int, rows: StateRows, shape: DeltaShape, *, interpret: bool = False
+    tokens: RuleTokens, pool: jax.Array, offset: int, rows: StateRows, shape: RuleShape, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """See `apply_delta_rule`; raises ValueError for what `find_obstacle` names."""
+    """See `advance_states`; raises ValueError for what `find_obstacle` names."""
     obstacle = find_obstacle(shape)
     if obstacle is not None:
-        raise ValueError(f"the delta rule for Hopper cannot run: {obstacle}")
+        raise ValueError(f"the recurrence for Hopper cannot run: {obstacle}")
+    values = next(size for size in _VALUES[shape.rule] if shape.value_dim % size == 0)
     launch = compat.kernel(
-        _Kernel(shape, offset, pool.shape[1]),
+        _Kernel(shape, values, offset, pool.shape[1]),
         out_type=jax.ShapeDtypeStruct(tokens.v.shape, jnp.float32),
-        grid=(len(rows.read), shape.heads, shape.value_dim // _COLUMNS),
+        grid=(len(rows.read), shape.heads, shape.value_dim // values),
         grid_names=("row", "head", "part"),
         compiler_params=compat.compiler_params(),
         interpret=compat.interpret_params(interpret),
-        kernel_name="delta_rule",
+        kernel_name=f"{shape.rule}_rule",
     )
     alike = jnp.sum(tokens.q * tokens.k, axis=-1)
     states = jax.new_ref(pool)  # makes the write in place: a kernel's outputs are new arrays
-    out = launch(*tokens[:3], jnp.exp(tokens.decay), tokens.beta, alike, *rows, states)
+    beta = tokens.decay if tokens.beta is None else tokens.beta  # which nobody reads
+    out = launch(*tokens[:3], jnp.exp(tokens.decay), beta, alike, *rows, states)
     is_token = jnp.arange(shape.num_tokens) < rows.starts[-1]
     return jnp.where(is_token[:, None, None], out, 0.0), jax.freeze(states)
 
@@ -61,53 +68,65 @@ def run(
 class _Kernel:
     """The kernel's body and its static parameters."""
 
-    shape: DeltaShape
+    shape: RuleShape
+    values: int  # of a block
     layer: int
     slots: int
 
     @property
     def __name__(self) -> str:
-        return "delta_rule"
+        return f"{self.shape.rule}_rule"
+
+    @property
+    def key_axis(self) -> int:
+        """The axis of keys in a state."""
+        return _KEY_AXES[self.shape.rule]
 
     def __call__(self, *refs: jax.Ref) -> None:
         *tokens, starts, read, write, pool, out = refs
         row, head = lax.axis_index("row"), lax.axis_index("head")
-        columns = pl.ds(pl.multiple_of(lax.axis_index("part") * _COLUMNS, _COLUMNS), _COLUMNS)
+        part = pl.ds(pl.multiple_of(lax.axis_index("part") * self.values, self.values), self.values)
         first, end = starts[row], starts[row + 1]
 
         @pl.when(first < end)
         def _() -> None:
             source, target = read[row], write[row]
-            state = self.load_state(pool, source, head, columns)
+            state = self.load_state(pool, source, head, part)
 
             def follow(token: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 state, *now = carry
-                ahead = self.load_token(tokens, jnp.minimum(token + 1, end - 1), head, columns)
+                ahead = self.load_token(tokens, jnp.minimum(token + 1, end - 1), head, part)
                 state, answer = self.advance(state, *now)
-                out.at[token, head, columns][...] = answer
+                out.at[token, head, part][...] = answer
                 return state, *ahead
 
-            state, *_ = lax.fori_loop(first, end, follow, (state, *self.load_token(tokens, first, head, columns)))
+            state, *_ = lax.fori_loop(first, end, follow, (state, *self.load_token(tokens, first, head, part)))
 
             @pl.when((target >= 0) & (target < self.slots))
             def _() -> None:
-                pool.at[self.layer, target, head, :, columns][...] = state.astype(pool.dtype)
+                self.find_state(pool, target, head, part)[...] = state.astype(pool.dtype)
 
-    def load_state(self, pool: jax.Ref, slot: jax.Array, head: jax.Array, columns: pl.Slice) -> jax.Array:
-        """The columns [A, 64] of a head's state in float32, zeros where there is no such slot."""
+    def find_state(self, pool: jax.Ref, slot: jax.Array, head: jax.Array, part: pl.Slice) -> jax.Ref:
+        """The block's part of a head's state."""
+        states = pool.at[self.layer, slot, head]
+        return states.at[part, :] if self.key_axis else states.at[:, part]
+
+    def load_state(self, pool: jax.Ref, slot: jax.Array, head: jax.Array, part: pl.Slice) -> jax.Array:
+        """The block's part of a head's state in float32, zeros where there is no such slot."""
         has = (slot >= 0) & (slot < self.slots)
-        state = compat.load_turned(pool.at[self.layer, jnp.where(has, slot, 0), head, :, columns])
-        state = state.astype(jnp.float32)
+        found = self.find_state(pool, jnp.where(has, slot, 0), head, part)
+        state = compat.load_as(found, _TILES[self.shape.rule]).astype(jnp.float32)
         return jnp.where(jnp.broadcast_to(has, state.shape), state, jnp.zeros(state.shape))
 
     def load_token(
-        self, tokens: list[jax.Ref], token: jax.Array, head: jax.Array, columns: pl.Slice
+        self, tokens: list[jax.Ref], token: jax.Array, head: jax.Array, part: pl.Slice
     ) -> tuple[jax.Array, ...]:
-        """Query and key [A], the value's columns [64], and three numbers."""
+        """Query and key [A], the block's values, and three numbers."""
         q, k, v, remains, beta, alike = tokens
-        key = lax.div(head, self.shape.group)
-        vectors = compat.load_turned(q.at[token, key], 1), compat.load_turned(k.at[token, key], 1)
-        value = compat.load_turned(v.at[token, head, columns], 0)
+        key, tile = lax.div(head, self.shape.group), _TILES[self.shape.rule]
+        of_keys, of_values = tile.reduce(1 - self.key_axis), tile.reduce(self.key_axis)
+        vectors = compat.load_as(q.at[token, key], of_keys), compat.load_as(k.at[token, key], of_keys)
+        value = compat.load_as(v.at[token, head, part], of_values)
         return *vectors, value, remains[token, head], beta[token, head], alike[token, key]
 
     def advance(
@@ -120,11 +139,11 @@ class _Kernel:
         beta: jax.Array,
         alike: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """The state behind a token, and the answer's columns [64]."""
-        q, k = (lax.broadcast_in_dim(each, state.shape, (0,)) for each in (q, k))
+        """The state behind a token, and the block's part of the answer."""
+        q, k = (lax.broadcast_in_dim(each, state.shape, (self.key_axis,)) for each in (q, k))
         state = state * remains
-        change = beta * (v - jnp.sum(state * k, axis=0))
-        answer = jnp.sum(state * q, axis=0) + alike * change
-        state = state + k * lax.broadcast_in_dim(change, state.shape, (1,))
+        change = beta * (v - jnp.sum(state * k, axis=self.key_axis)) if self.shape.rule == "delta" else v
+        answer = jnp.sum(state * q, axis=self.key_axis) + alike * change
+        state = state + k * lax.broadcast_in_dim(change, state.shape, (1 - self.key_axis,))
         # States of 16 bits are rounded behind each token, wherever a step ends.
         return state.astype(self.shape.state_dtype).astype(jnp.float32), answer

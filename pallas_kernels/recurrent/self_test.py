@@ -8,29 +8,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.recurrent.api import apply_delta_rule
-from pallas_kernels.recurrent.spec import DeltaShape, DeltaTokens, StateRows
+from pallas_kernels.recurrent.api import advance_states
+from pallas_kernels.recurrent.spec import RuleShape, RuleTokens, StateRows
 
 _LAYERS, _LAYER, _SLOTS = 2, 1, 5
 _CHUNKS = (1, 70, 0, 3, 2)  # tokens of the rows of a step
 _LIMITS = {"float32": 1e-4, "bfloat16": 0.03}  # of the largest number, by the states' dtype
 
 
-def recur(tokens: DeltaTokens, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The answers [t, N, B] and the state [N, A, B] behind the tokens of a text, by the definition, in float64."""
-    group = tokens.v.shape[1] // tokens.q.shape[1]
-    q, k, v, decay, beta = (np.asarray(each, np.float64) for each in tokens)
+def recur(tokens: RuleTokens, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The answers [t, N, B] and the state, as the pool keeps it, behind the tokens of a text, by the definition, in
+    float64."""
+    group, is_delta = tokens.v.shape[1] // tokens.q.shape[1], tokens.beta is not None
+    q, k, v, decay = (np.asarray(each, np.float64) for each in tokens[:4])
     q, k = (np.repeat(each, group, axis=1) for each in (q, k))
     answers, state = np.zeros(v.shape), np.asarray(state, np.float64)
+    state = state if is_delta else state.swapaxes(1, 2)
     for at in range(len(v)):
         state = state * np.exp(decay[at])[:, None, None]
-        change = beta[at][:, None] * (v[at] - np.einsum("nab,na->nb", state, k[at]))
+        change = v[at]
+        if is_delta:
+            change = tokens.beta[at][:, None] * (change - np.einsum("nab,na->nb", state, k[at]))
         state = state + k[at][:, :, None] * change[:, None]
         answers[at] = np.einsum("nab,na->nb", state, q[at])
-    return answers, state
+    return answers, state if is_delta else state.swapaxes(1, 2)
 
 
-def find_fault(impl: str, shape: DeltaShape, num_rows: int, device: jax.Device | None = None) -> str | None:
+def cut(tokens: RuleTokens, span: slice) -> RuleTokens:
+    """Some tokens."""
+    return RuleTokens(*(None if each is None else each[span] for each in tokens))
+
+
+def find_fault(impl: str, shape: RuleShape, num_rows: int, device: jax.Device | None = None) -> str | None:
     """What is wrong with a kernel on the device, in words for users; None if its values are right.
 
     Runs a step of single tokens, with as many tokens as `num_rows`, and one with chunks, with the shape's.
@@ -56,7 +65,7 @@ def _fit_chunks(num_rows: int, num_tokens: int) -> tuple[int, ...]:
 
 
 def _measure_error(
-    impl: str, shape: DeltaShape, num_tokens: int, num_rows: int, lengths: tuple[int, ...], device: jax.Device | None
+    impl: str, shape: RuleShape, num_tokens: int, num_rows: int, lengths: tuple[int, ...], device: jax.Device | None
 ) -> float:
     """The largest difference from the definition. The second row begins, the last is not written; what is nobody's is
     NaN."""
@@ -68,14 +77,14 @@ def _measure_error(
     read[: len(lengths)] = np.arange(len(lengths))
     read[1:2] = _SLOTS
     tokens = _draw_tokens(rng, shape, num_tokens, used)
-    pool = np.asarray(
-        rng.standard_normal((_LAYERS, _SLOTS, shape.heads, shape.key_dim, shape.value_dim), np.float32)
-    ).astype(jnp.dtype(shape.state_dtype))
+    pool = np.asarray(rng.standard_normal((_LAYERS, _SLOTS, shape.heads, *shape.state), np.float32)).astype(
+        jnp.dtype(shape.state_dtype)
+    )
     expected, answers = pool.astype(np.float64), np.zeros((num_tokens, shape.heads, shape.value_dim))
     for row, length in enumerate(lengths):
         span = slice(starts[row], starts[row] + length)
         before = expected[_LAYER, row] * (row != 1)
-        answers[span], after = recur(DeltaTokens(*(each[span] for each in tokens)), before)
+        answers[span], after = recur(cut(tokens, span), before)
         if length:
             expected[_LAYER, row] = after
     arrays = jax.device_put((tokens, pool, StateRows(starts, read, write)), device)
@@ -87,16 +96,15 @@ def _measure_error(
     )
 
 
-def _apply(impl: str, tokens: DeltaTokens, pool: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-    return apply_delta_rule(tokens, pool, _LAYER, rows, impl=impl)
+def _apply(impl: str, tokens: RuleTokens, pool: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
+    return advance_states(tokens, pool, _LAYER, rows, impl=impl)
 
 
-def _draw_tokens(rng: np.random.Generator, shape: DeltaShape, num_tokens: int, used: int) -> DeltaTokens:
+def _draw_tokens(rng: np.random.Generator, shape: RuleShape, num_tokens: int, used: int) -> RuleTokens:
     q, k = rng.standard_normal((2, num_tokens, shape.keys, shape.key_dim), np.float32)
     q, k = (each / np.linalg.norm(each, axis=-1, keepdims=True) for each in (q, k))
     v = rng.standard_normal((num_tokens, shape.heads, shape.value_dim), np.float32)
     decay, beta = rng.random((2, num_tokens, shape.heads), np.float32)
-    tokens = DeltaTokens(q, k, v, -decay, beta)
-    for each in tokens:
+    for each in (q, k, v, decay, beta):
         each[used:] = np.nan
-    return tokens
+    return RuleTokens(q, k, v, -decay, beta if shape.rule == "delta" else None)

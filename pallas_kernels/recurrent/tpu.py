@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layout import LANES, pad_row
 from pallas_kernels.platform import traced_core_count
-from pallas_kernels.recurrent.spec import DeltaShape, DeltaTokens, StateRows
+from pallas_kernels.recurrent.spec import RuleShape, RuleTokens, StateRows
 from pallas_kernels.tpu.config import VMEM_LIMIT
 from pallas_kernels.tpu.pages import Ref, Scalar, divide, wait_copy
 
@@ -28,8 +28,10 @@ _SCALARS_LIMIT = 512 << 10  # bytes of decays and betas in SMEM, which has 1 MiB
 _DTYPES = ("float32", "bfloat16")
 
 
-def find_obstacle(shape: DeltaShape) -> str | None:
+def find_obstacle(shape: RuleShape) -> str | None:
     """Why the kernel cannot run, in words for users."""
+    if shape.rule != "delta":
+        return "it has the delta rule alone"
     if shape.key_dim != LANES or shape.value_dim != LANES:
         return f"it needs heads of {LANES} x {LANES}, these are of {shape.key_dim} x {shape.value_dim}"
     if shape.state_dtype not in _DTYPES:
@@ -40,9 +42,9 @@ def find_obstacle(shape: DeltaShape) -> str | None:
 
 
 def run(
-    tokens: DeltaTokens, pool: jax.Array, offset: int, rows: StateRows, shape: DeltaShape, *, interpret: bool = False
+    tokens: RuleTokens, pool: jax.Array, offset: int, rows: StateRows, shape: RuleShape, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """See `apply_delta_rule`; raises ValueError for what `find_obstacle` names."""
+    """See `advance_states`; raises ValueError for what `find_obstacle` names."""
     obstacle = find_obstacle(shape)
     together = _choose_heads(shape, traced_core_count())
     if obstacle is not None or together is None:
@@ -104,7 +106,7 @@ def run(
 class _Static:
     """The static parameters of the kernel."""
 
-    shape: DeltaShape
+    shape: RuleShape
     together: int  # key heads of a step of the grid
     scalars: int  # of a token and key head
     slots: int  # R
@@ -138,7 +140,9 @@ def _run_heads(
         pl.when(row >= 2)(lambda: ring.await_write(row - 2))
         pl.when(row + buffers - 2 < count)(lambda: ring.fetch(row + buffers - 2))
         ring.await_read(row)
-        _run_tokens(static, (starts[row], starts[row + 1]), scalars, (keys, values, answers), states.at[row % buffers])
+        _run_tokens(
+            static, (starts[row], starts[row + 1]), scalars, (keys, values, answers), states.at[lax.rem(row, buffers)]
+        )
         ring.store(row)
         return carry
 
@@ -234,17 +238,17 @@ class _Ring:
             wait_copy(pltpu.make_async_copy(self.states.at[buffer], self._find(slot), self.semaphores[1].at[buffer]))
 
 
-def _count_buffers(shape: DeltaShape, together: int) -> int:
+def _count_buffers(shape: RuleShape, together: int) -> int:
     fit = _RING_BYTES // (together * _count_state_bytes(shape))
     return min(max(fit, _LEAST_BUFFERS), _MOST_BUFFERS)
 
 
-def _count_state_bytes(shape: DeltaShape) -> int:
+def _count_state_bytes(shape: RuleShape) -> int:
     """Bytes of the states of a key head."""
     return shape.group * shape.key_dim * shape.value_dim * jnp.dtype(shape.state_dtype).itemsize
 
 
-def _choose_heads(shape: DeltaShape, num_cores: int) -> int | None:
+def _choose_heads(shape: RuleShape, num_cores: int) -> int | None:
     """The most key heads that fit a step of the grid, of which each core has one at least; None if not even one."""
     token_bytes = 2 * 4 * (2 + 2 * shape.group) * LANES  # two blocks each are in memory
     num_tokens = pad_row(shape.num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import pytest
 
+from pallas_kernels.recurrent.api import choose_recurrent_impl
 from pallas_kernels.targets import TARGETS, Target, find_target
 from pallas_kernels.testing import grouped_gate, kernel_gate, recurrent_gate
 from pallas_kernels.testing.compile_gate import Gate, capture_output
@@ -409,6 +411,11 @@ def test_the_samples_of_recurrent_rules_are_programs() -> None:
     for name, sample in recurrent_gate.SAMPLES.items():
         assert len(recurrent_gate.list_programs(TARGETS[name], full=False)) == len(sample) > 0
     assert not recurrent_gate.list_programs(TARGETS["a100"], full=True)
+    for shape, name in itertools.product(recurrent_gate.SHAPES, ("h200", "v6e")):
+        target = TARGETS[name]
+        place = {"platform": target.platform, "device_kind": target.device_kind}
+        chosen, _ = choose_recurrent_impl(shape.fill(recurrent_gate.MIXED_TOKENS), **place)
+        assert (chosen == target.impl) == (target.platform in shape.platforms), shape.name
 
 
 def test_the_sample_of_tight_ones_has_every_bucket() -> None:

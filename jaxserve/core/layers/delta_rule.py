@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.core.layers.context import StateSlots
 from jaxserve.core.layers.ragged import TILE, accumulate_decay, einsum, run_recurrence, take_valid
-from pallas_kernels.recurrent.api import apply_delta_rule
-from pallas_kernels.recurrent.spec import DeltaTokens, StateRows
+from pallas_kernels.recurrent.api import advance_states
+from pallas_kernels.recurrent.spec import RuleTokens, StateRows
 from pallas_kernels.spec import BatchMeta
 
 _EPS = 1e-6  # inside the root of q's and k's lengths
@@ -77,8 +77,8 @@ def apply_rule(
     if impl != "xla":
         q, k, v = _split(sizes, inputs.channels.astype(jnp.float32))
         rows = StateRows(batch.query_start_loc, slots.read, slots.write)
-        tokens = DeltaTokens(q, k, v, inputs.decay, inputs.beta)
-        out, pool = apply_delta_rule(tokens, pool, offset, rows, impl=impl)
+        tokens = RuleTokens(q, k, v, inputs.decay, inputs.beta)
+        out, pool = advance_states(tokens, pool, offset, rows, impl=impl)
         return out.astype(inputs.channels.dtype), pool
     shape = len(inputs.channels), sizes.keys * sizes.group, sizes.value_dim
     answers = jax.ShapeDtypeStruct(shape, inputs.channels.dtype)

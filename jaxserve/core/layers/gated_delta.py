@@ -87,8 +87,13 @@ class GatedDeltaConfig:
 
     @property
     def num_activations(self) -> int:
-        """The numbers per token that it holds: the projections, what is convolved, and the answers."""
-        return self.num_key_heads * (self.head_columns + self.head_channels) + self.num_value_heads * self.value_dim
+        """The numbers per token that it holds: the projections, what is convolved, and the answers.
+
+        A kernel reads and answers in float32, which counts twice.
+        """
+        answers = self.num_value_heads * self.value_dim
+        of_kernel = 2 * (self.num_key_heads * self.head_channels + answers) if self.impl != "xla" else 0
+        return self.num_key_heads * (self.head_columns + self.head_channels) + answers + of_kernel
 
 
 def mix_by_delta_rule(

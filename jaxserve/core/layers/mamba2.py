@@ -35,7 +35,7 @@ class Mamba2Config:
     `conv_size` counts the inputs of the convolution (W), the token's own included. `bias`: both projections have one.
     `state_dtype` is that of the heads' states; the inputs that are kept have the model's. On a mesh, devices share the
     groups. `group_repeats`: the one group of the checkpoint is stored so many times, on each device with its share of
-    the heads.
+    the heads. `impl`: of the recurrence (pallas_kernels/recurrent).
     """
 
     num_groups: int
@@ -48,6 +48,7 @@ class Mamba2Config:
     bias: bool = False
     state_dtype: str = "float32"
     group_repeats: int = 1
+    impl: str = "xla"
 
     causal = True
 
@@ -84,8 +85,13 @@ class Mamba2Config:
 
     @property
     def num_activations(self) -> int:
-        """The numbers per token that it holds: the projection, what is convolved, and the answers."""
-        return self.num_groups * (self.group_columns + self.group_channels) + self.num_heads * self.head_dim
+        """The numbers per token that it holds: the projection, what is convolved, and the answers.
+
+        A kernel reads and answers in float32, which counts twice.
+        """
+        answers = self.num_heads * self.head_dim
+        of_kernel = 2 * (self.num_groups * self.group_channels + answers) if self.impl != "xla" else 0
+        return self.num_groups * (self.group_columns + self.group_channels) + answers + of_kernel
 
 
 def mix_by_state_space(
@@ -127,7 +133,7 @@ def _mix_here(
     channels = ACTIVATIONS[config.activation](channels).astype(mixed.dtype)
     steps = jax.nn.softplus(steps.astype(jnp.float32).reshape(tokens, -1) + leaves["decay_bias"])
     read = SpaceInputs(channels, steps, -jnp.exp(leaves["decay"]), leaves["skip"])
-    out, state = apply_space(sizes, read, pool[_STATE], offset, batch, slots)
+    out, state = apply_space(sizes, read, pool[_STATE], offset, batch, slots, config.impl)
     gated = out.reshape(gates.shape).astype(jnp.float32) * jax.nn.silu(gates.astype(jnp.float32))
     normed = _normalize_groups(config, norm, gated).astype(out.dtype).reshape(tokens, -1)
     return leaves["out_norm"] * normed, {_INPUTS: inputs, _STATE: state}

@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.core.layers.context import StateSlots
 from jaxserve.core.layers.ragged import accumulate_decay, einsum, run_recurrence, take_valid
+from pallas_kernels.recurrent.api import advance_states
+from pallas_kernels.recurrent.spec import RuleTokens, StateRows
 from pallas_kernels.spec import BatchMeta
 
 
@@ -55,9 +57,25 @@ class _Matrices(NamedTuple):
 
 
 def apply_space(
-    sizes: GroupSizes, inputs: SpaceInputs, pool: jax.Array, offset: int, batch: BatchMeta, slots: StateSlots
+    sizes: GroupSizes,
+    inputs: SpaceInputs,
+    pool: jax.Array,
+    offset: int,
+    batch: BatchMeta,
+    slots: StateSlots,
+    impl: str = "xla",
 ) -> tuple[Float[Array, "T N P"], jax.Array]:
-    """Returns the answers in the channels' dtype, zeros for padding, and the pool [L, R, N, P, A] after the step."""
+    """Returns the answers in the channels' dtype, zeros for padding, and the pool [L, R, N, P, A] after the step.
+
+    `impl` is a kernel (pallas_kernels/recurrent), or "xla" for the form below.
+    """
+    if impl != "xla":
+        everything = jnp.arange(len(inputs.channels))
+        found = _StateSpace(sizes, inputs).take(everything, everything < batch.query_start_loc[-1])
+        tokens = RuleTokens(found.c, found.b, found.x, found.decay, None)
+        rows = StateRows(batch.query_start_loc, slots.read, slots.write)
+        out, pool = advance_states(tokens, pool, offset, rows, impl=impl)
+        return (out + found.skipped).astype(inputs.channels.dtype), pool
     shape = len(inputs.channels), sizes.groups * sizes.heads, sizes.head_dim
     answers = jax.ShapeDtypeStruct(shape, inputs.channels.dtype)
     return run_recurrence(_StateSpace(sizes, inputs), answers, pool, offset, batch, slots)

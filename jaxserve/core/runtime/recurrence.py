@@ -7,46 +7,51 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxserve.core.layers.gated_delta import GatedDeltaConfig
+from jaxserve.core.layers.mamba2 import Mamba2Config
 from jaxserve.core.models.base import DecoderConfig
-from pallas_kernels.recurrent.api import choose_recurrent_impl
+from pallas_kernels.recurrent.api import choose_recurrent_impl, is_portable_slow
 from pallas_kernels.recurrent.self_test import find_fault
-from pallas_kernels.recurrent.spec import DeltaShape
+from pallas_kernels.recurrent.spec import RuleShape
+
+_Mixer = GatedDeltaConfig | Mamba2Config
 
 
 @dataclass(frozen=True)
 class RecurrenceChoice:
-    """The implementation of the gated delta rule, the reason for users, and the shapes that a device has."""
+    """The implementation of the recurrent rules, the reason for users, and the shapes that a device has."""
 
     impl: str
     reason: str
-    shapes: tuple[DeltaShape, ...]
+    shapes: tuple[RuleShape, ...]
     num_rows: int  # of the largest step
-    is_slow: bool = False  # the device is an accelerator, and no kernel runs on it
+    is_slow: bool = False  # XLA's form is slow on the device, and no kernel runs
 
 
 def choose_recurrence(
     model: DecoderConfig, num_devices: int, platform: str, device_kind: str, num_tokens: int, num_rows: int
 ) -> tuple[DecoderConfig, RecurrenceChoice | None]:
-    """Returns the model with its implementation of the gated delta rule, and why; None for a model without the rule.
+    """Returns the model with its implementation of recurrent rules, and why; None for a model without them.
 
     Args:
         num_tokens: the most of a step, which has `num_rows` rows at most.
     """
-    mixers = dict.fromkeys(kind.mixer for kind in model.layers if isinstance(kind.mixer, GatedDeltaConfig))
+    mixers = dict.fromkeys(kind.mixer for kind in model.layers if isinstance(kind.mixer, _Mixer))
     if not mixers:
         return model, None
     shapes = tuple(_make_shape(mixer, num_devices, num_tokens) for mixer in mixers)
     choices = [choose_recurrent_impl(shape, platform=platform, device_kind=device_kind) for shape in shapes]
     impl, reason = next((choice for choice in choices if choice[0] == "xla"), choices[0])
-    choice = RecurrenceChoice(impl, reason, shapes, num_rows, is_slow=impl == "xla" and platform != "cpu")
+    is_slow = impl == "xla" and any(is_portable_slow(shape.rule, platform) for shape in shapes)
+    choice = RecurrenceChoice(impl, reason, shapes, num_rows, is_slow=is_slow)
     return _set_impl(model, impl), choice
 
 
-def _make_shape(mixer: GatedDeltaConfig, num_devices: int, num_tokens: int) -> DeltaShape:
-    sizes = mixer.sizes
-    return DeltaShape(
-        sizes.keys // num_devices, sizes.group, sizes.key_dim, sizes.value_dim, mixer.state_dtype, num_tokens
-    )
+def _make_shape(mixer: _Mixer, num_devices: int, num_tokens: int) -> RuleShape:
+    if isinstance(mixer, GatedDeltaConfig):
+        keys, group, key_dim, value_dim = mixer.sizes
+        return RuleShape(keys // num_devices, group, key_dim, value_dim, mixer.state_dtype, num_tokens)
+    groups, heads, value_dim, key_dim = mixer.sizes
+    return RuleShape(groups // num_devices, heads, key_dim, value_dim, mixer.state_dtype, num_tokens, "space")
 
 
 def confirm_recurrence(
@@ -65,7 +70,7 @@ def confirm_recurrence(
 
 def _set_impl(model: DecoderConfig, impl: str) -> DecoderConfig:
     layers = tuple(
-        replace(kind, mixer=replace(kind.mixer, impl=impl)) if isinstance(kind.mixer, GatedDeltaConfig) else kind
+        replace(kind, mixer=replace(kind.mixer, impl=impl)) if isinstance(kind.mixer, _Mixer) else kind
         for kind in model.layers
     )
     return replace(model, layers=layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.layers.ragged import TILE
+from jaxserve.core.layers.recurrent import choose_slots
 from jaxserve.core.layers.state_space import GroupSizes, SpaceInputs, apply_space
 from tests.core.layers.ragged_steps import (
     LAYER,
@@ -25,6 +27,7 @@ from tests.core.layers.ragged_steps import (
     run,
     split_step,
 )
+from tests.pallas_kernels.compiling import compile_quickly
 
 SIZES = GroupSizes(groups=2, heads=3, head_dim=8, state_size=16)
 G, N, P, A = SIZES.groups, SIZES.groups * SIZES.heads, SIZES.head_dim, SIZES.state_size
@@ -121,3 +124,22 @@ def test_cuts_on_the_grid_give_the_bits_of_the_whole(begin: int) -> None:
             pieces.append(found)
         np.testing.assert_array_equal(np.concatenate(pieces), whole)
         np.testing.assert_array_equal(np.asarray(mine)[LAYER, 3], np.asarray(left)[LAYER, 3])
+
+
+def test_a_kernel_gives_the_answers_of_xla() -> None:
+    """In chunks and single tokens, over the same channels."""
+    random, sizes = np.random.default_rng(5), GroupSizes(groups=1, heads=2, head_dim=32, state_size=16)
+    channels = random.standard_normal((12, 1, 96)).astype(np.float32) / 8
+    steps, rates, skip = random.random((12, 2)), -random.random(2), random.random(2)
+    inputs = SpaceInputs(*(jnp.asarray(each, jnp.float32) for each in (channels, steps, rates, skip)))
+    pool = jnp.asarray(random.standard_normal((2, 3, 2, 32, 16)).astype(np.float32))
+    row_ids, seq_lens, starts = (jnp.asarray(each) for each in ([0, 2, 3], [7, 80, 0], [0, 7, 8, 8]))
+    slots = choose_slots(row_ids, seq_lens, jnp.diff(starts), 3)
+    batch: Any = SimpleNamespace(seq_lens=seq_lens, query_start_loc=starts, max_query_len=None)
+    with compile_quickly():
+        (want, after), (got, found) = (
+            jax.jit(lambda impl=impl: apply_space(sizes, inputs, pool, 1, batch, slots, impl))()
+            for impl in ("xla", "gpu_interpret")
+        )
+    np.testing.assert_allclose(got, want, atol=MOST)
+    np.testing.assert_allclose(found, after, atol=MOST)

@@ -6,12 +6,13 @@ import jax
 import pytest
 
 from jaxserve.core.layers.gated_delta import GatedDeltaConfig
+from jaxserve.core.layers.mamba2 import Mamba2Config
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.models.decoder import fit_devices
 from jaxserve.core.runtime.recurrence import RecurrenceChoice, choose_recurrence, confirm_recurrence
 from jaxserve.families.registry import parse_config
 from jaxserve.presets import load_preset
-from pallas_kernels.recurrent.spec import DeltaShape
+from pallas_kernels.recurrent.spec import RuleShape
 
 
 def read(name: str, size: int = 1) -> DecoderConfig:
@@ -19,20 +20,37 @@ def read(name: str, size: int = 1) -> DecoderConfig:
 
 
 def list_impls(model: DecoderConfig) -> set[str]:
-    return {kind.mixer.impl for kind in model.layers if isinstance(kind.mixer, GatedDeltaConfig)}
+    return {kind.mixer.impl for kind in model.layers if isinstance(kind.mixer, GatedDeltaConfig | Mamba2Config)}
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "nemotron-nano-9b-v2"])
-def test_a_model_without_the_rule_has_none(name: str) -> None:
-    model = read(name)
+def test_a_model_without_states_has_none() -> None:
+    model = read("qwen3-8b")
     assert choose_recurrence(model, 1, "tpu", "TPU v5 lite", 2048, 128) == (model, None)
 
 
 def test_a_kernel_is_chosen_for_each_device_s_share_of_the_heads() -> None:
     model, choice = choose_recurrence(read("qwen3.6-35b-a3b", 8), 8, "tpu", "TPU v5 lite", 2048, 128)
     assert choice is not None and (choice.impl, choice.is_slow) == ("tpu", False)
-    assert choice.shapes == (DeltaShape(2, 2, 128, 128, "float32", 2048),)
+    assert choice.shapes == (RuleShape(2, 2, 128, 128, "float32", 2048),)
     assert list_impls(model) == {"tpu"}
+
+
+def test_a_state_space_has_a_kernel_on_a_gpu() -> None:
+    model, choice = choose_recurrence(read("nemotron-3-nano-30b-a3b", 2), 2, "gpu", "NVIDIA H200", 2048, 256)
+    assert choice is not None and choice.shapes == (RuleShape(4, 8, 128, 64, "float32", 2048, "space"),)
+    assert (choice.impl, choice.is_slow, list_impls(model)) == ("gpu", False, {"gpu"})
+    _, choice = choose_recurrence(read("nemotron-nano-9b-v2"), 1, "gpu", "NVIDIA H200", 2048, 256)
+    assert choice is not None and (choice.impl, choice.is_slow) == ("xla", True) and "of 128 and 80" in choice.reason
+    _, choice = choose_recurrence(read("nemotron-nano-9b-v2"), 1, "tpu", "TPU v6 lite", 2048, 256)
+    assert choice is not None and (choice.impl, choice.is_slow) == ("xla", False)
+
+
+def test_a_plan_counts_what_a_kernel_reads_in_float32() -> None:
+    for name in ("qwen3.6-35b-a3b", "nemotron-3-nano-30b-a3b"):
+        model = read(name)
+        with_kernel, _ = choose_recurrence(model, 1, "gpu", "NVIDIA H200", 2048, 256)
+        before, after = (max(kind.mixer.num_activations for kind in each.layers) for each in (model, with_kernel))
+        assert after > 1.5 * before
 
 
 def test_what_a_kernel_cannot_do_is_slow_and_said() -> None:
@@ -60,6 +78,6 @@ def test_a_kernel_that_fails_its_self_test_gives_way(fault: str | None, monkeypa
 
 
 def test_what_a_kernel_refuses_after_all_is_said() -> None:
-    model, tiny = read("qwen3.6-35b-a3b"), DeltaShape(1, 1, 64, 128, "float32", 4)
+    model, tiny = read("qwen3.6-35b-a3b"), RuleShape(1, 1, 64, 128, "float32", 4)
     _, confirmed = confirm_recurrence(model, RecurrenceChoice("tpu_interpret", "a test", (tiny,), 2), jax.devices()[0])
     assert confirmed.impl == "xla" and "these are of 64 x 128" in confirmed.reason
