@@ -14,7 +14,9 @@ import jax
 import numpy as np
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.core.layers.linear import PACKED
 from jaxserve.core.scheduler import StepPlan
+from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.option_flags import spell_flag
 from tests.golden_cases import GoldenCase, load_case
 from tests.programs import PROGRAMS, QUICK_ENV
@@ -44,6 +46,33 @@ def make_llm(case: str | GoldenCase, **options: Any) -> LLM:
 def make_demo(model: str = "demo", **options: Any) -> LLM:
     """A small engine of the demo model, in float32."""
     return LLM(model, **({"show_progress": False} | DEMO | options))
+
+
+def read_weights(llm: LLM | AsyncLLM) -> Any:
+    """The parameters as `update_weights` takes them, as numpy arrays: those that a CPU reads packed are whole again."""
+    head = llm.ready.shapes.model.embedding.head
+
+    def is_packed(node: Any) -> bool:
+        return isinstance(node, Mapping) and PACKED in node
+
+    def read(path: Any, leaf: Any) -> np.ndarray:
+        if not is_packed(leaf):
+            return np.asarray(jax.device_get(leaf))
+        matrix = _unpack(np.asarray(leaf[PACKED]))
+        return matrix.T if path[0].key == head else matrix
+
+    return jax.tree_util.tree_map_with_path(read, llm.ready.runner.params, is_leaf=is_packed)
+
+
+def _unpack(packed: np.ndarray) -> np.ndarray:
+    """Returns the matrices [..., in, out] of `packing.pack`, which this process need not compile anything for."""
+    is_wide = packed.dtype == np.float32
+    if packed.ndim > (3 if is_wide else 5):
+        return np.stack([_unpack(each) for each in packed])
+    if is_wide:
+        return packed.swapaxes(0, 1).reshape(packed.shape[1], -1)
+    pairs = packed.reshape(*packed.shape[:-1], 16, 2)  # [panels, in / 32, halves, pairs of rows, columns, 2]
+    return pairs.transpose(1, 3, 5, 0, 2, 4).reshape(32 * packed.shape[1], -1)
 
 
 def list_flags(options: Mapping[str, Any]) -> list[str]:

@@ -6,13 +6,12 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
 
-import jax
 import pytest
 
 from jaxserve import AsyncLLM, OutputKind, RequestOutput, SamplingParams
 from jaxserve.errors import EngineStoppedError, InvalidRequestError, WeightsError
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import DEMO, make_demo
+from tests.e2e.helpers import DEMO, make_demo, read_weights
 
 OPTIONS = DEMO | {"compile": "used", "show_progress": False}  # a server compiles all: tests/server
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -162,7 +161,7 @@ def test_abort_and_leaving_early_free_the_rows(llm: AsyncLLM) -> None:
 def test_weights_change_under_streams(llm: AsyncLLM) -> None:
     """Readers get what ends meanwhile, and the others go on with the new weights."""
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, output_kind=OutputKind.DELTA)
-    weights = jax.device_get(llm.ready.runner.params)
+    weights = read_weights(llm)
 
     async def run(running: str) -> list[RequestOutput]:
         outputs = []

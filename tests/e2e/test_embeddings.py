@@ -15,7 +15,7 @@ from jaxserve.engine.stats import read_stats
 from jaxserve.errors import InvalidRequestError, NonFiniteLogitsError
 from jaxserve.request import RequestOutput
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import MAX_MODEL_LEN, PROGRAMS, generate_ids, greedy, make_llm, run_on_devices
+from tests.e2e.helpers import MAX_MODEL_LEN, PROGRAMS, generate_ids, greedy, make_llm, read_weights, run_on_devices
 from tests.golden_cases import GoldenCase, load_case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +43,8 @@ def recover_state(llm: LLM, case: GoldenCase, prompt: int) -> np.ndarray:
     logits = case.logits[prompt][at].astype(np.float64)
     if (cap := case.config.get("final_logit_softcapping")) is not None:
         logits = cap * np.arctanh(logits / cap)
-    params = llm.ready.runner.params
-    head = np.asarray(jax.device_get(params.get("lm_head", params["embed"])["weight"]), np.float64)
+    params = read_weights(llm)
+    head = np.asarray(params.get("lm_head", params["embed"])["weight"], np.float64)
     state, *_ = np.linalg.lstsq(head, logits, rcond=None)
     return state / np.linalg.norm(state)
 
@@ -141,7 +141,7 @@ def test_bad_prompts_are_named_and_long_ones_can_be_cut(llm: LLM) -> None:
 
 def test_a_state_that_is_not_finite_ends_its_request_alone(llm: LLM) -> None:
     expected = embed(llm, [5, 6, 7])
-    params = jax.device_get(llm.ready.runner.params)
+    params = read_weights(llm)
     embedding = params["embed"]["weight"].copy()
     embedding[11] = np.nan
     llm.ready.runner.write_params({"embed.weight": embedding})  # `update_weights` refuses it

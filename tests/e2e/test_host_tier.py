@@ -14,7 +14,7 @@ from jaxserve import LLM
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.features.host_tier import start as tier_start
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm, run_on_devices
+from tests.e2e.helpers import MAX_MODEL_LEN, generate_ids, greedy, make_llm, read_weights, run_on_devices
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 
@@ -106,7 +106,7 @@ def test_new_weights_and_a_lost_device_empty_both_tiers() -> None:
     def count_cached() -> int:
         return sum(pool.num_cached for pool in (*scheduler.pages.pools, *scheduler.pages.host.pools))
 
-    for lose in (lambda: llm.update_weights(llm.ready.runner.params), llm.ready.engine.reset):
+    for lose in (lambda: llm.update_weights(read_weights(llm)), llm.ready.engine.reset):
         assert count_cached() > 30
         lose()
         assert count_cached() == 0

@@ -20,7 +20,7 @@ from jaxserve.core.scheduler import StepPlan
 from jaxserve.errors import ConfigError, InvalidRequestError, MissingProgramError, NonFiniteLogitsError, WeightsError
 from jaxserve.request import Request
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import ALL_BUCKETS, generate_ids, greedy, make_llm
+from tests.e2e.helpers import ALL_BUCKETS, generate_ids, greedy, make_llm, read_weights
 from tests.golden_cases import load_case
 
 VOCAB = 331
@@ -146,7 +146,7 @@ def test_bad_requests_name_the_field_and_harm_nobody(llm: LLM) -> None:
 
 def test_non_finite_logits_end_one_request(roomy: LLM) -> None:
     expected = generate_ids(roomy, [[5, 6, 7]], greedy(6))
-    original = jax.device_get(roomy.ready.runner.params)
+    original = read_weights(roomy)
     head = original["lm_head"]["weight"].copy()
     head[11] = np.nan
     roomy.ready.runner.write_params({"lm_head.weight": head})  # `update_weights` refuses it
@@ -159,7 +159,7 @@ def test_non_finite_logits_end_one_request(roomy: LLM) -> None:
 
 def test_update_weights_swaps_in_place_and_keeps_running_requests(roomy: LLM) -> None:
     llm = roomy
-    original = jax.device_get(llm.ready.runner.params)
+    original = read_weights(llm)
     first = generate_ids(llm, [[5, 6, 7, 8]], greedy(12))
     changed = jax.tree.map(lambda leaf: leaf * np.float32(1.5) if leaf.ndim > 1 else leaf.copy(), original)
     llm.update_weights(changed)
@@ -188,7 +188,7 @@ def test_update_weights_swaps_in_place_and_keeps_running_requests(roomy: LLM) ->
 def test_new_weights_may_come_from_the_files_of_a_checkpoint(roomy: LLM, tmp_path: Path) -> None:
     llm, path = roomy, load_case("llama_gqa").path
     first = generate_ids(llm, [[5, 6, 7, 8]], greedy(12))
-    changed = jax.tree.map(lambda leaf: leaf * 2, jax.device_get(llm.ready.runner.params))
+    changed = jax.tree.map(lambda leaf: leaf * 2, read_weights(llm))
     llm.update_weights(changed)
     assert generate_ids(llm, [[5, 6, 7, 8]], greedy(12)) != first
     compiles = llm.ready.runner.num_compiles

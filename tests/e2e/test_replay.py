@@ -23,7 +23,7 @@ from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.errors import ConfigError
 from jaxserve.presets import demo_model_dir
 from jaxserve.tools.cli import main
-from tests.e2e.helpers import PROGRAMS, make_demo, make_llm
+from tests.e2e.helpers import PROGRAMS, make_demo, make_llm, read_weights
 from tests.golden_cases import load_case
 from tests.quantized_files import METHODS, write_quantized
 
@@ -191,7 +191,7 @@ def test_new_weights_are_given_to_a_replay(
     (before,) = llm.generate("Once upon a time", params, use_tqdm=False)
     updated = make_demo(str(other_weights))
     num_compiles = llm.ready.runner.num_compiles
-    llm.update_weights(jax.device_get(updated.ready.runner.params))
+    llm.update_weights(read_weights(updated))
     assert llm.ready.runner.num_compiles == num_compiles
     (after,) = llm.generate("Once upon a time", params, use_tqdm=False)
     assert before.outputs[0].token_ids != after.outputs[0].token_ids

@@ -12,7 +12,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,7 +24,7 @@ from jaxserve.core.scheduler import StepPlan
 from jaxserve.sampling_params import OutputKind
 from jaxserve.structured_params import StructuredOutputsParams
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import MAX_MODEL_LEN, make_llm
+from tests.e2e.helpers import MAX_MODEL_LEN, make_llm, read_weights
 from tests.e2e.state_references import Reference, make_reference
 from tests.engine.test_grammars import Grammar
 from tests.examples import scale_examples
@@ -236,7 +235,7 @@ def test_each_state_is_that_of_the_tokens_of_its_row(
     Farm.llms = tuple(engines.get(make_llm, case, async_scheduling=overlap, **options) for overlap in (False, True))
     Farm.references = make_reference(Farm.llms[0], 1), make_reference(Farm.llms[0], SCALE)
     Farm.preemptions = Farm.hits = Farm.resumed = Farm.passed = 0
-    weights = jax.device_get(Farm.llms[0].ready.runner.params)
+    weights = read_weights(Farm.llms[0])
     first, *others = weights["layers"]
     Farm.weights = weights, weights | {"layers": [first | {"conv": first["conv"] * SCALE}, *others]}
     kept = type(Farm.llms[0].ready.requests)

@@ -27,7 +27,7 @@ from jaxserve.core.models.common import DECODER_KEYS, build_config
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig
 from jaxserve.core.models.parameters import attention_params, norm_params, projection_params
 from jaxserve.families.registry import FAMILIES
-from tests.e2e.helpers import CACHE, SIZES
+from tests.e2e.helpers import CACHE, SIZES, read_weights
 
 HEAD, HEADS, HIDDEN, VOCAB, MAX_LEN = 16, 2, 32, 64, 60
 _DECAY, _SCALE = 0.75, 15  # of dummy weights, so that no layer is lost beside the others
@@ -161,7 +161,7 @@ def make_toy(monkeypatch: pytest.MonkeyPatch, folder: Path, kinds: Sequence[str]
 
 def get_params(llm: LLM) -> Any:
     """The canonical parameters as numpy arrays."""
-    return jax.device_get(llm.ready.runner.params)
+    return read_weights(llm)
 
 
 def compute_alone(params: Any, kinds: Sequence[str], token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
