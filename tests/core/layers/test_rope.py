@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,8 @@ from jaxserve.core.layers.rope import (
 )
 from jaxserve.core.models.decoder import CacheLayout, list_contexts
 from jaxserve.families.registry import parse_config
-from jaxserve.presets import load_preset
 from tests.examples import scale_examples
+from tests.golden_cases import load_case
 
 DIM = 64
 PLAIN = 10000.0 ** -(np.arange(0, DIM, 2) / DIM)
@@ -128,18 +129,22 @@ def test_rotation_keeps_the_dtype():
     assert rotate(jnp.ones((2, 1, DIM), jnp.bfloat16), cos, sin).dtype == jnp.bfloat16
 
 
-def test_layers_share_the_table_of_a_step() -> None:
+@pytest.mark.parametrize("case", ["llama_gqa", "gemma3_text"])
+def test_layers_share_the_tables_of_a_step(case: str) -> None:
     """XLA would put cosines into each fusion that rotates: as many as layers times heads."""
-    config = parse_config(load_preset("llama-30m") or {})
+    config = parse_config(json.loads((load_case(case).path / "config.json").read_text()))
+    num_ropes = len({kind.rope for kind in config.layers})
+    assert num_ropes == (1 if case == "llama_gqa" else 2)
     layout = CacheLayout((0,) * config.num_layers, (0,) * config.num_layers, (0,))
+    dim = config.attentions[0].head_dim
 
     def rotate_in_layers(x: jax.Array, positions: jax.Array) -> jax.Array:
         batch: Any = SimpleNamespace(positions=positions, query_start_loc=jnp.array([0, 16]))
         for context in list_contexts(config, (batch,), layout, None, only_stores=False):
             assert context.rotary is not None
-            x = rotate(x, *context.rotary) @ jnp.ones((64, 64))
+            x = rotate(x, *context.rotary) @ jnp.ones((dim, dim))
         return x
 
-    arguments = jnp.ones((16, 8, 64)), jnp.arange(16)
+    arguments = jnp.ones((16, 8, dim)), jnp.arange(16)
     program = jax.jit(rotate_in_layers).lower(*arguments).compile().as_text()
-    assert program.count(" cosine(") == program.count(" sine(") == 1
+    assert program.count(" cosine(") == program.count(" sine(") == num_ropes
