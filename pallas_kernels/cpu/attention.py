@@ -89,6 +89,7 @@ def attend_with_update(
     call = jax.ffi.ffi_call(library.target_name(library.ATTENTION), results, input_output_aliases={3: 1})
     work, shape = batch.work, batch.shape
     numbers = (shape.span or 0, spec.out_dim, work.num_singles, work.tile_tokens, shape.reach is not None)
+    numbers = (*numbers, library.has_tiles())
     out, kv_pages = call(
         q,
         k,

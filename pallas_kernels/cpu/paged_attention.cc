@@ -3,14 +3,16 @@
 // Online softmax (Milakov and Gimelshein, 2018) over one page at a time. Work is (tile of queries, KV head). A tile of
 // few queries, as decoding has, multiplies keys as they lie and is bound by memory. Larger tiles hold their queries and
 // sums transposed, a lane for each query: then no sum runs across lanes, and both products are the same small matrix
-// product. Keys that no query of a tile sees are not read.
+// product. With tiles in the processor they multiply bfloat16 there. Keys that no query of a tile sees are not read.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 #include <vector>
 
+#include "attention_tiles.h"
 #include "call.h"
 #include "vectors.h"
 
@@ -46,6 +48,7 @@ struct Problem {
   int64_t page_offset, window;  // the most keys that a query sees, up to its last; 0: all
   int64_t step;                 // of the last key seen, from one query to the next: 1, or 0 if all see the whole row
   float scale, softcap;         // softcap 0: none
+  bool in_tiles;                // whether tiles of many queries are multiplied in the processor's tiles
 
   int64_t group() const { return num_heads / num_kv_heads; }
 };
@@ -236,41 +239,60 @@ inline const float* Widen(const BFloat16* rows, int64_t count, int64_t dim, int6
   return to;
 }
 
-// All queries of a tile and KV head: lane m is query head m % group of token m / group.
-template <typename T>
+// Whether heads and pages have sizes for MultiplyInTiles.
+bool FitsTiles(const Problem& p) {
+  return p.head_dim % kTileDepth == 0 && p.value_dim % kTileRows == 0 && p.page_size % kTileRows == 0;
+}
+
+// All queries of a tile and KV head: lane m is query head m % group of token m / group. With `in_tiles`, queries and
+// weights are multiplied as bfloat16.
+template <typename T, bool in_tiles>
 void AttendTile(const Problem& p, const Tile& tile, int64_t width, float* scratch) {
   int64_t group = p.group(), used = tile.count * group;
   float *q = scratch, *sums = q + p.head_dim * width, *scores = sums + p.value_dim * width;
   float *largest = scores + kKeys * width, *total = largest + width, *shrink = total + width, *ends = shrink + width;
   float *line = ends + width, *wide_keys = line + std::max(p.head_dim, p.value_dim);
-  float* wide_values = wide_keys + kKeys * p.head_dim;
+  float *wide_values = wide_keys + kKeys * p.head_dim, *narrow_weights = wide_values + kKeys * p.value_dim;
+  auto *pairs = reinterpret_cast<uint32_t*>(q), *weights = reinterpret_cast<uint32_t*>(narrow_weights);
   std::fill(q, scores, 0.0f);
+  if constexpr (in_tiles) ConfigureTiles({{16, 16, 16, 16, 16, 16, 16, 16}});
   for (int64_t m = 0; m < width; ++m) {
     int64_t token = std::min(m / group, tile.count - 1), head = tile.head * group + m % group;
     largest[m] = p.sinks ? p.sinks[head] : kMasked;
     total[m] = p.sinks ? 1.0f : 0.0f;
     ends[m] = static_cast<float>(tile.position + token * p.step);  // its last key; exact up to 2^24
     if (m >= used) continue;
+    if constexpr (in_tiles) {
+      int64_t at = ((tile.start + token) * p.num_heads + head) * p.head_dim;
+      PackQuery(static_cast<const BFloat16*>(p.q) + at, p.head_dim, m, pairs);
+      continue;
+    }
     LoadQuery(p, tile.start + token, head, line);
     for (int64_t c = 0; c < p.head_dim; ++c) q[c * width + m] = line[c];
   }
   ForEachRun<T>(p, tile, [&](const Run<T>& keys) {
     int64_t first = keys.first, count = keys.count;
-    const float* wide = Widen(keys.keys, count, p.head_dim, p.head_dim, wide_keys);
-    Multiply(wide, p.head_dim, 1, q, nullptr, count, p.head_dim, width, scores);
+    const float* wide = nullptr;
+    if constexpr (in_tiles) {  // perhaps with keys behind the last, which are in the page, too
+      MultiplyInTiles<false>(keys.keys, p.head_dim, pairs, RoundUp(count, kTileRows), p.head_dim, width, scores);
+    } else {
+      wide = Widen(keys.keys, count, p.head_dim, p.head_dim, wide_keys);
+      Multiply(wide, p.head_dim, 1, q, nullptr, count, p.head_dim, width, scores);
+    }
     bool is_cut = first + count - 1 > tile.position ||  // some query does not see all of these keys
                   (p.window && first <= tile.position + tile.count - 1 - p.window);
     for (int64_t m = 0; m < width; m += kLanes) {
       Vec before = Load(largest + m), most = before, end = Load(ends + m), sum = {};
       for (int64_t e = 0; e < count; ++e) {
         Vec x = Load(scores + e * width + m);
+        if (in_tiles) x *= p.scale;
         if (p.softcap) x = Cap(x, p.softcap);
         if (is_cut) {
           float key = static_cast<float>(first + e);
           x = end < key ? Fill(kMasked) : x;
           if (p.window) x = end - static_cast<float>(p.window) >= key ? Fill(kMasked) : x;
         }
-        if (is_cut || p.softcap) Store(scores + e * width + m, x);
+        if (in_tiles || is_cut || p.softcap) Store(scores + e * width + m, x);
         most = Max(x, most);
       }
       for (int64_t e = 0; e < count; ++e) {
@@ -283,10 +305,21 @@ void AttendTile(const Problem& p, const Tile& tile, int64_t width, float* scratc
       Store(largest + m, most);
       Store(shrink + m, factor);
     }
+    if constexpr (in_tiles) {
+      auto* values = reinterpret_cast<BFloat16*>(wide_values);
+      int64_t depth = RoundUp(count, kTileDepth);
+      TransposeValues(keys.values, count, depth, p.value_dim, p.head_dim, values);
+      PackWeights(scores, count, depth, width, weights);
+      for (int64_t at = 0; at < p.value_dim * width; at += width)
+        for (int64_t m = 0; m < width; m += kLanes) Store(sums + at + m, Load(sums + at + m) * Load(shrink + m));
+      MultiplyInTiles<true>(values, depth, weights, p.value_dim, depth, width, sums);
+      return;
+    }
     if (keys.keys != keys.values)
       wide = Widen(keys.values, count, p.value_dim, p.head_dim, wide_values);
     Multiply(wide, 1, p.head_dim, scores, shrink, p.value_dim, count, width, sums);
   });
+  if constexpr (in_tiles) ReleaseTiles();
   for (int64_t m = 0; m < used; ++m) {
     for (int64_t c = 0; c < p.value_dim; ++c) line[c] = sums[c * width + m];
     StoreAnswer(p, tile.start + m / group, tile.head * group + m % group, line, total[m]);
@@ -294,12 +327,12 @@ void AttendTile(const Problem& p, const Tile& tile, int64_t width, float* scratc
 }
 
 int64_t TileWidth(const Problem& p, int64_t tile_tokens) {
-  return (tile_tokens * p.group() + kLanes - 1) / kLanes * kLanes;
+  return RoundUp(tile_tokens * p.group(), p.in_tiles ? kTileRows : kLanes);
 }
 
 int64_t ScratchSize(const Problem& p, int64_t width) {
   int64_t dims = p.head_dim + p.value_dim;
-  return (dims + kKeys + 5) * std::max(width, int64_t{kLanes}) + 3 * dims + kKeys * dims;
+  return (dims + kKeys + 5 + kKeys / 2) * std::max(width, int64_t{kLanes}) + 3 * dims + kKeys * dims;
 }
 
 template <typename T>
@@ -310,8 +343,14 @@ void Attend(const Problem& p, int64_t index, int64_t tile_tokens, float* scratch
   tile.end = p.ends[i];
   if (tile_tokens == 1 && p.group() <= kFewQueries)
     AttendRows<T>(p, tile, scratch);
-  else
-    AttendTile<T>(p, tile, TileWidth(p, tile.count), scratch);
+  else if (!p.in_tiles)
+    AttendTile<T, false>(p, tile, TileWidth(p, tile.count), scratch);
+  else if constexpr (std::is_same_v<T, BFloat16>) {
+    // Runs of keys begin where one of a whole page does, whatever the window is: their last tile is then in the page, too,
+    // and weights are added in the same pairs.
+    tile.begin -= tile.begin % p.page_size % kKeys;
+    AttendTile<T, true>(p, tile, TileWidth(p, tile.count), scratch);
+  }
 }
 
 // Writes the keys and values of one token; tokens of the null page are padding.
@@ -389,6 +428,7 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
   p.positions = p.counts + num_tiles, p.ends = p.positions + num_tiles;
   const int32_t* sizes = ints(kSizes);
   p.page_offset = sizes[0], p.window = sizes[1], p.value_dim = sizes[2], p.step = sizes[5];
+  p.in_tiles = sizes[6] && FitsTiles(p) && !p.wide_q && pages.dtype == XLA_FFI_DataType_BF16;
   const float* factors = static_cast<const float*>(arg(kFactors).data);
   p.scale = factors[0], p.softcap = factors[1];
   p.sinks = arg(kSinks).dims[0] ? static_cast<const float*>(arg(kSinks).data) : nullptr;

@@ -44,13 +44,15 @@ inline Vec Load(const BFloat16* p) {
   return (Vec)(words << 16);
 }
 inline void Store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
-inline void Store(BFloat16* p, Vec x) {  // rounds to nearest, ties to even; NaN stays NaN
+inline WordVec RoundToHalf(Vec x) {  // the bits of bfloat16: to nearest, ties to even; NaN stays NaN
   WordVec words = (WordVec)x;
   WordVec rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
   WordVec nan = (words >> 16) | 0x40;
   IntVec is_nan = x != x;
-  rounded = is_nan ? nan : rounded;
-  *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(rounded, HalfVec);
+  return is_nan ? nan : rounded;
+}
+inline void Store(BFloat16* p, Vec x) {
+  *reinterpret_cast<HalfVec*>(p) = __builtin_convertvector(RoundToHalf(x), HalfVec);
 }
 inline Vec Fill(float x) { return x - Vec{}; }
 inline Vec Max(Vec a, Vec b) { return a > b ? a : b; }

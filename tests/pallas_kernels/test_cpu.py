@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +69,35 @@ def test_random_batches(case: Case, seed: int) -> None:
     check_case(case, seed)
 
 
+TILED = [  # with windows, caps and sinks; heads of three tiles, latents, runs of a page and of 64 keys, one query row
+    Case("mixed", (), 8, KVSpec(4, 64, 32, "bfloat16"), max_tokens=160, table_width=10),
+    Case("mixed", (), 6, KVSpec(2, 96, 16, "bfloat16"), 50, 3.0, True, max_tokens=96, table_width=20),
+    Case("mixed", (), 12, KVSpec(1, 64, 48, "bfloat16", value_dim=48), 40, max_tokens=96, table_width=4),
+    Case("decode", (), 20, KVSpec(1, 64, 128, "bfloat16"), 70, max_tokens=8, max_query_len=1, table_width=3),
+    Case("mixed", (), 4, KVSpec(2, 32, 16, "bfloat16"), 7, causal=False, max_tokens=96, table_width=12),
+]
+
+
+@settings(max_examples=scale_examples(40), deadline=None)
+@given(case=draw_batches(TILED), seed=st.integers(0, 2**32 - 1))
+def test_random_batches_in_tiles(case: Case, seed: int) -> None:
+    """They are emulated where the processor has none."""
+    with mock.patch.object(library, "has_tiles", lambda: True):
+        check_case(case, seed)
+
+
+@pytest.fixture(params=[False, True], ids=["vectors", "tiles"])
+def each_unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A program knows what it was traced for, and the cache of traces does not."""
+    monkeypatch.setattr(library, "has_tiles", lambda: request.param)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("each_unit")
 def test_nan_in_one_row_stays_in_it() -> None:
-    case = Case("three", ((100, 1), (90, 1), (20, 30)))
+    case = Case("three", ((100, 1), (90, 1), (20, 30)), 8, KVSpec(2, 64, 16, "bfloat16"))
     inputs = make_inputs(case)
     poisoned = inputs.kv_pages.copy()
     poisoned[LAYER * inputs.num_pages + inputs.page_table[1, 0]] = np.nan
@@ -95,10 +124,19 @@ def test_an_answer_does_not_depend_on_other_rows() -> None:
         begin += new
 
 
-def test_an_answer_does_not_depend_on_the_other_queries_of_its_tile() -> None:
-    whole = Case("", ((70, 40),), 6, KVSpec(2, 64, 16, "bfloat16"), max_tokens=64, table_width=8)
+@pytest.mark.usefixtures("each_unit")
+@pytest.mark.parametrize("window", [None, 30])
+def test_an_answer_does_not_depend_on_the_other_queries_of_its_tile(window: int | None) -> None:
+    whole = Case("", ((70, 40),), 6, KVSpec(2, 64, 16, "bfloat16"), window, max_tokens=64, table_width=8)
     inputs = make_inputs(whole)
-    out, _ = run_case(whole, inputs, impl="cpu")
+    out, pool = run_case(whole, inputs, impl="cpu")
+    for skipped in (1, 7, 22):
+        start = inputs.query_start_loc.copy()
+        start[1:] = 40 - skipped
+        arrays = {name: np.roll(getattr(inputs, name), -skipped, axis=0) for name in ("q", "k", "v")}
+        later = replace(inputs, query_start_loc=start, kv_pages=pool, **arrays)
+        found, _ = run_case(whole, later, impl="cpu")
+        np.testing.assert_array_equal(found[: 40 - skipped], out[skipped:40])
     for new in (1, 3, 9, 21):
         start = inputs.query_start_loc.copy()
         start[1:] = new
