@@ -48,7 +48,7 @@ def run(
         raise ValueError(f"the recurrence for Hopper cannot run: {obstacle}")
     values = next(size for size in _VALUES[shape.rule] if shape.value_dim % size == 0)
     launch = compat.kernel(
-        _Kernel(shape, values, offset, pool.shape[1]),
+        _Kernel(shape, values, pool.shape[1]),
         out_type=jax.ShapeDtypeStruct(tokens.v.shape, jnp.float32),
         grid=(len(rows.read), shape.heads, shape.value_dim // values),
         grid_names=("row", "head", "part"),
@@ -59,7 +59,7 @@ def run(
     alike = jnp.sum(tokens.q * tokens.k, axis=-1)
     states = jax.new_ref(pool)  # makes the write in place: a kernel's outputs are new arrays
     beta = tokens.decay if tokens.beta is None else tokens.beta  # which nobody reads
-    out = launch(*tokens[:3], jnp.exp(tokens.decay), beta, alike, *rows, states)
+    out = launch(*tokens[:3], jnp.exp(tokens.decay), beta, alike, *rows, jnp.full(1, offset, jnp.int32), states)
     is_token = jnp.arange(shape.num_tokens) < rows.starts[-1]
     return jnp.where(is_token[:, None, None], out, 0.0), jax.freeze(states)
 
@@ -70,8 +70,7 @@ class _Kernel:
 
     shape: RuleShape
     values: int  # of a block
-    layer: int
-    slots: int
+    slots: int  # R
 
     @property
     def __name__(self) -> str:
@@ -83,10 +82,10 @@ class _Kernel:
         return _KEY_AXES[self.shape.rule]
 
     def __call__(self, *refs: jax.Ref) -> None:
-        *tokens, starts, read, write, pool, out = refs
+        *tokens, starts, read, write, layer, pools, out = refs
         row, head = lax.axis_index("row"), lax.axis_index("head")
         part = pl.ds(pl.multiple_of(lax.axis_index("part") * self.values, self.values), self.values)
-        first, end = starts[row], starts[row + 1]
+        first, end, pool = starts[row], starts[row + 1], pools.at[layer[0]]
 
         @pl.when(first < end)
         def _() -> None:
@@ -108,7 +107,7 @@ class _Kernel:
 
     def find_state(self, pool: jax.Ref, slot: jax.Array, head: jax.Array, part: pl.Slice) -> jax.Ref:
         """The block's part of a head's state."""
-        states = pool.at[self.layer, slot, head]
+        states = pool.at[slot, head]
         return states.at[part, :] if self.key_axis else states.at[:, part]
 
     def load_state(self, pool: jax.Ref, slot: jax.Array, head: jax.Array, part: pl.Slice) -> jax.Array:
