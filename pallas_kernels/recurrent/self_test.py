@@ -67,8 +67,10 @@ def _fit_chunks(num_rows: int, num_tokens: int) -> tuple[int, ...]:
 def _measure_error(
     impl: str, shape: RuleShape, num_tokens: int, num_rows: int, lengths: tuple[int, ...], device: jax.Device | None
 ) -> float:
-    """The largest difference from the definition. The second row begins, the fourth is not written, as where
-    tokens are left pending; what is nobody's is NaN."""
+    """The largest difference from the definition.
+
+    The second row begins, the fourth is not written, as where tokens are left pending; what is nobody's is NaN.
+    """
     rng, used = np.random.default_rng(0), sum(lengths)
     starts = np.full(num_rows + 1, used, np.int32)
     starts[: len(lengths) + 1] = np.cumsum((0, *lengths))
