@@ -72,7 +72,7 @@ def _find_attention(header: Mapping[str, Any]) -> Any:
     It is "auto" where a CPU has portable attention beside products of the library: "xla" leaves that out for all.
     """
     chosen, model = header.get("attention"), header.get("model")
-    has_library = isinstance(model, Mapping) and model.get("few_rows")
+    has_library = isinstance(model, Mapping) and (model.get("few_rows") or model.get("packed"))
     return "auto" if chosen == "xla" and has_library else chosen
 
 
