@@ -10,7 +10,7 @@ import pytest
 from jaxserve import LLM
 from jaxserve.request import Request
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import generate_ids, greedy, make_llm
+from tests.e2e.helpers import generate_ids, greedy, make_llm, read_weights
 
 
 def leave_requests(llm: LLM) -> Callable[[], object]:
@@ -28,7 +28,7 @@ def leave_method(llm: LLM) -> Callable[[], object]:
 
 
 def leave_weights(llm: LLM) -> Callable[[], object]:
-    params = jax.device_get(llm.ready.runner.params)
+    params = read_weights(llm)
     llm.update_weights(jax.tree.map(lambda leaf: 2 * leaf, params))
     return lambda: llm.update_weights(params)
 

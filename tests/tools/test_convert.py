@@ -31,10 +31,11 @@ from tests.golden_cases import load_case
 
 
 def read_params(model: str, **options: Any) -> dict[str, np.ndarray]:
-    """The parameters that an engine has, by dotted path."""
+    """The parameters that an engine has, by dotted path; a CPU's are not packed."""
     config = EngineConfig.from_options(model=model, **options)
     files = locate_model(config.model)
     shapes = make_shapes(config, resolve_model(config, files), "cpu", "cpu")
+    shapes = dataclasses.replace(shapes, model=dataclasses.replace(shapes.model, packed=False))
     return flatten_arrays(load_params(config, files, shapes, make_mesh(1)))
 
 

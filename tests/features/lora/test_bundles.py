@@ -21,6 +21,7 @@ OPTIONS = SIZES | {"max_model_len": 64, "num_kv_pages_override": 16, "max_loras"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_bundle_with_adapters_starts_without_compiling(tmp_path: Path):
     folder = tmp_path / "bundle"
     flags = ["--enable-lora", "--dtype", "float32", "--skip-tokenizer-init", *list_flags(OPTIONS)]

@@ -15,11 +15,7 @@ from tests.features.lora.adapter_files import AdapterSpec, write_adapter, write_
 from tests.golden_cases import CASES, load_case
 
 # Fused q, k and v in each form, latents, a delta rule, shared experts, no gate, interleaved rotation, inputs of layers.
-QUICK = ("llama_gqa", "gpt_neox", "deepseek_v2", "qwen3_5")
-MORE = (
-    *("phi3", "glm4", "glm4_moe", "qwen2_moe", "gemma4_text", "gemma4_text_moe", "starcoder2", "qwen3_next"),
-    *("lfm2", "nemotron_h"),
-)
+QUICK = ("llama_gqa", "gpt_neox", "deepseek_v2", "qwen3_5", "gemma4_text")
 PATTERNS = {
     "use_rslora": True,
     "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 3, "down_proj": 8},
@@ -28,7 +24,7 @@ PATTERNS = {
 
 
 def mark(name: str) -> list[pytest.MarkDecorator]:
-    return [] if name in QUICK else [pytest.mark.slow] if name in MORE else [pytest.mark.slow, pytest.mark.thorough]
+    return [] if name in QUICK else [pytest.mark.slow, pytest.mark.thorough]
 
 
 def run(llm: Any, prompts: list[list[int]], **options: Any) -> tuple[list[list[int]], dict[Any, np.ndarray]]:
