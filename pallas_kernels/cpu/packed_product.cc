@@ -122,8 +122,10 @@ void RunPanels(const Product<float>& p, int64_t first, int64_t last) {
       const float *w = p.w + (panel * p.depth + k) * kColumns, *x = p.x + k;
       int64_t depth = std::min(kBlock, p.depth - k), row = 0;
       auto run = [&]<int R>() {
-        for (; row + R <= p.rows; row += R)
-          (row > 0 ? MultiplyPanel<R, false> : MultiplyPanel<R, true>)(x + row * p.depth, p.depth, w, depth, acc.data() + row * kColumns);
+        for (; row + R <= p.rows; row += R) {
+          auto multiply = row > 0 ? MultiplyPanel<R, false> : MultiplyPanel<R, true>;
+          multiply(x + row * p.depth, p.depth, w, depth, acc.data() + row * kColumns);
+        }
       };
       run.template operator()<kRegisterRows>();
       run.template operator()<4>();

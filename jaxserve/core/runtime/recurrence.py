@@ -14,6 +14,7 @@ from pallas_kernels.recurrent.self_test import find_fault
 from pallas_kernels.recurrent.spec import RuleShape
 
 _Mixer = GatedDeltaConfig | Mamba2Config
+_MIXERS = GatedDeltaConfig, Mamba2Config
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def choose_recurrence(
     Args:
         num_tokens: the most of a step, which has `num_rows` rows at most.
     """
-    mixers = dict.fromkeys(kind.mixer for kind in model.layers if isinstance(kind.mixer, _Mixer))
+    mixers = dict.fromkeys(kind.mixer for kind in model.layers if isinstance(kind.mixer, _MIXERS))
     if not mixers:
         return model, None
     shapes = tuple(_make_shape(mixer, num_devices, num_tokens) for mixer in mixers)
@@ -69,8 +70,4 @@ def confirm_recurrence(
 
 
 def _set_impl(model: DecoderConfig, impl: str) -> DecoderConfig:
-    layers = tuple(
-        replace(kind, mixer=replace(kind.mixer, impl=impl)) if isinstance(kind.mixer, _Mixer) else kind
-        for kind in model.layers
-    )
-    return replace(model, layers=layers)
+    return model.change_mixers(_MIXERS, lambda mixer: replace(mixer, impl=impl))

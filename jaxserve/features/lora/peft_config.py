@@ -43,9 +43,9 @@ _REFUSED: Mapping[str, str] = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 ALL_LINEAR = "all-linear"
 _MAX_PATTERN = 1_000  # characters
-_REPEATS = re.compile(r"(?<![\\(])[*+?{]")
+_REPEATS = re.compile(r"(?<![\\(])[*+?{][?+]?")  # a lazy or a possessive one counts once
 _REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
-_MAX_REPEATS = 4  # in a pattern; with more, or of groups, matching may take for ever
+_MAX_REPEATS = 5  # those of the patterns that Unsloth writes; with more, or of groups, matching may take for ever
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,27 @@ def test_layers_and_patterns_say_which_modules_must_be_there(tmp_path: Path):
     assert not targets(q, exclude_modules=["q_proj"]) and not targets(q, target_modules=None)
 
 
+UNSLOTH = (  # as its adapters of models inside multimodal ones have it
+    r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?(?:k_proj|q_proj|v_proj).*?)"
+    r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense)\.(?:(?:k_proj|q_proj)))"
+)
+
+
+def test_patterns_that_may_take_for_ever_are_refused_and_those_of_others_are_read(tmp_path: Path):
+    def read(pattern: str) -> Any:
+        config = {"peft_type": "LORA", "r": 8, "target_modules": pattern}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        return read_peft_config(tmp_path)
+
+    found = read(UNSLOTH)
+    assert found.targets_module("model.layers.3.self_attn.q_proj")
+    assert found.targets_module("model.language_model.layers.3.self_attn.v_proj")
+    assert not found.targets_module("model.layers.3.mlp.up_proj")
+    for pattern in (r"(a+)+q_proj", r"(?:.*)*", r"(.|a){9}", ".*a" * 6, "x" * 1001):
+        with pytest.raises(ConfigError, match=r"target_modules: a pattern (repeats no group|has at most 1000)"):
+            read(pattern)
+
+
 def test_a_tokenizer_beside_the_adapter_must_have_the_same_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     tokenizer = load_tokenizer(TOKENIZER)
     check_tokenizer(tokenizer, tmp_path)
