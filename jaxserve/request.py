@@ -8,6 +8,7 @@ from enum import Enum, IntEnum
 from typing import Any, NotRequired, Self, TypedDict
 
 from jaxserve.errors import JaxServeError
+from jaxserve.media.items import PromptImages
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.token_automaton import TokenAutomaton
 
@@ -113,6 +114,7 @@ class Request:
     task: Task = Task.GENERATE  # others end with the prompt, whatever `params.max_tokens` says
     deadline: float | None = None  # monotonic seconds at which the request ends with what it has
     adapter: Adapter | None = None
+    images: PromptImages | None = None  # whose placeholders are among the prompt's ids
 
     @property
     def generation(self) -> int:

@@ -1,9 +1,10 @@
-"""An image as a family's tower takes it, and its place in a prompt."""
+"""An image as a family's tower takes it, and the images of a prompt in their places."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,17 +16,22 @@ if TYPE_CHECKING:
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class MediaItem:
-    """An image, resized, before its values become floating point: an eighth of the bytes of its patches.
+    """An image, resized and cut into patches, before its values become floating point.
 
-    `ImageProcessor.make_patches` makes the tower's input of `pixels`.
+    `ImageProcessor.make_floats` says which these are. All fields are plain values, so plans have items in them.
     """
 
     digest: bytes  # 32 bytes, of all that the tower's output depends on but the weights
-    pixels: NDArray[np.uint8] = field(repr=False)  # [height, width, 3], RGB, read-only
+    patches: bytes = field(repr=False)  # uint8 [N, values of a patch], in the order of `ImageShape.cut`
     grid: Grid
     num_tokens: int  # placeholders in the prompt, one for each vector that the text model reads
+
+    @property
+    def num_patches(self) -> int:
+        """N."""
+        return math.prod(self.grid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,18 @@ class MediaSpan:
     def end(self) -> int:
         """The index behind the last placeholder."""
         return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """The images of a prompt."""
+
+    items: tuple[MediaItem, ...]
+    spans: tuple[MediaSpan, ...]  # where each is
+    places: NDArray[np.int32]  # the indices of all placeholders in the prompt, ascending; an item's lie in its span
+    # [3, end of the last span]: added to the position of each token, in models whose rotary positions have three parts
+    shifts: NDArray[np.int32] | None = None
+    rope_delta: int = 0  # added to the index of each token of the row, in front of `shifts`: how far the text moved
 
 
 def digest_image(pixels: NDArray[np.uint8], family: str, settings: Mapping[str, Any]) -> bytes:

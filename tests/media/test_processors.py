@@ -35,8 +35,10 @@ def test_patches_have_the_bits_of_transformers(size: tuple[int, int]) -> None:
     for name in CHECKPOINTS:
         processor = make(name)
         item = processor.make_item(processor.resize(image, "image"))
-        patches = processor.make_patches(item.pixels)
+        patches = processor.make_floats(item)
         assert patches.dtype == np.float32 and len(patches) == item.grid[1] * item.grid[2]
+        if processor.family == "qwen3_vl":  # transformers repeats each patch as its frames
+            patches = np.repeat(patches.reshape(len(patches), 3, 1, -1), 2, axis=2)
         digest = hashlib.sha256(np.ascontiguousarray(patches, "<f4").tobytes()).hexdigest()[:32]
         found[name] = [list(item.grid), item.num_tokens, digest]
     assert found == GOLDENS["images"][f"{size[0]}x{size[1]}"]
@@ -180,8 +182,9 @@ def test_a_digest_is_of_all_that_the_tower_sees() -> None:
     same = make("qwen3_vl")
     again = same.make_item(same.resize(wide, "image"))
     assert len(set(digests)) == len(digests) and all(len(digest) == 32 for digest in digests)
-    assert again.digest == digests[0] and not again.pixels.flags.writeable
+    assert again.digest == digests[0]
     changed = make("qwen3_vl", image_mean=[0.4, 0.5, 0.5])
     assert changed.make_item(changed.resize(wide, "image")).digest not in digests
-    turned = again.pixels.swapaxes(0, 1).reshape(again.pixels.shape)  # other pixels with the same bytes counted
-    assert same.make_item(turned.copy()).digest != again.digest
+    pixels = same.resize(wide, "image")
+    turned = pixels.swapaxes(0, 1).reshape(pixels.shape)  # other pixels with the same bytes counted
+    assert same.make_item(turned).digest != again.digest

@@ -29,8 +29,7 @@ PIXTRAL = ImageTokens(mark="[IMG]", placeholder="[IMG]", placeholder_id=9, row_e
 
 
 def make_item(rows: int, columns: int, merge: int = 2, mark: int = 0) -> MediaItem:
-    pixels = np.zeros((1, 1, 3), np.uint8)
-    return MediaItem(bytes([mark]) * 32, pixels, (1, rows, columns), rows * columns // merge**2)
+    return MediaItem(bytes([mark]) * 32, b"", (1, rows, columns), rows * columns // merge**2)
 
 
 def test_a_mark_becomes_the_familys_text() -> None:

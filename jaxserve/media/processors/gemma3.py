@@ -39,9 +39,9 @@ class Gemma3Shape:
         """Returns the one number."""
         return self.num_tokens
 
-    def cut(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def cut(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Returns the patches row by row, each [colours, rows, columns]."""
-        return cut_rows(values, self.patch_size)
+        return cut_rows(pixels, self.patch_size)
 
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
         """Returns the shape, which has no options."""

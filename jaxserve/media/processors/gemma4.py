@@ -48,9 +48,9 @@ class Gemma4Shape:
         """Returns the number of squares of patches that are pooled."""
         return math.prod(grid) // self.pooling_kernel_size**2
 
-    def cut(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def cut(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Returns the patches row by row, each [rows, columns, colours]. transformers pads their number; here none."""
-        return cut_rows(values, self.patch_size, colours_last=True)
+        return cut_rows(pixels, self.patch_size, colours_last=True)
 
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
         """Returns the shape with `max_soft_tokens`."""

@@ -43,9 +43,9 @@ class PixtralShape:
         """Returns the number of blocks. Ends of rows are tokens of the text (`ImageTokens.row_end`)."""
         return math.prod(grid) // self.merge_size**2
 
-    def cut(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def cut(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Returns the patches row by row, each [colours, rows, columns]."""
-        return cut_rows(values, self.patch_size)
+        return cut_rows(pixels, self.patch_size)
 
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
         """Returns the shape with `longest_edge`."""

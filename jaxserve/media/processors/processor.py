@@ -33,7 +33,7 @@ class ImageShape(Protocol):
     def count_tokens(self, grid: Grid) -> int:
         """Returns the number of placeholder tokens."""
 
-    def cut(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def cut(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Returns [3, height, width] as patches [rows x columns, values of a patch], in the tower's order."""
 
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
@@ -95,19 +95,28 @@ class ImageProcessor:
         return np.asarray(image.resize((width, height), resample=images.Resampling(self.form.resample)))
 
     def make_item(self, pixels: NDArray[np.uint8]) -> MediaItem:
-        """Returns the item of pixels that `resize` made; they become read-only."""
-        height, width, _ = pixels.shape
-        grid = self.shape.find_grid(height, width)
-        pixels.setflags(write=False)
-        digest = digest_image(pixels, self.family, self.describe())
-        return MediaItem(digest, pixels, grid, self.shape.count_tokens(grid))
-
-    def make_patches(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Returns the tower's input of an item's pixels: patches [rows x columns, values of a patch]."""
+        """Returns the item of pixels that `resize` made."""
         import numpy as np
 
-        table = self.form.make_table()
-        return self.shape.cut(np.stack([table[channel][pixels[:, :, channel]] for channel in range(3)]))
+        height, width, _ = pixels.shape
+        grid = self.shape.find_grid(height, width)
+        digest = digest_image(pixels, self.family, self.describe())
+        patches = self.shape.cut(np.moveaxis(pixels, -1, 0))
+        return MediaItem(digest, patches.tobytes(), grid, self.shape.count_tokens(grid))
+
+    def list_colours(self) -> NDArray[np.uint8]:
+        """Returns the colour of each value of a patch, 0 to 2: red, green, blue."""
+        import numpy as np
+
+        height, width = self.shape.choose_size(64, 64, "image")
+        return self.shape.cut(np.broadcast_to(np.arange(3, dtype=np.uint8)[:, None, None], (3, height, width)))[0]
+
+    def make_floats(self, item: MediaItem) -> NDArray[np.float32]:
+        """Returns the numbers that a tower computes with: [N, values of a patch]."""
+        import numpy as np
+
+        patches = np.frombuffer(item.patches, np.uint8).reshape(item.num_patches, -1)
+        return self.form.make_table()[self.list_colours(), patches]
 
     def with_options(self, options: Mapping[str, Any], field: str = "mm_processor_kwargs") -> ImageProcessor:
         """Returns the processor with a request's options, as `ImageShape.with_options`."""

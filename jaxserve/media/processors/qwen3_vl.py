@@ -61,18 +61,13 @@ class Qwen3VLShape:
         """Returns the number of blocks."""
         return math.prod(grid) // self.merge_size**2
 
-    def cut(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns the patches block by block; each has its colours, in each of them the same frame several times."""
-        import numpy as np
-
-        _, rows, columns = self.find_grid(*values.shape[1:])
+    def cut(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Returns the patches block by block, each [colours, rows, columns]; the tower repeats it as its frames."""
+        _, rows, columns = self.find_grid(*pixels.shape[1:])
         merge, patch = self.merge_size, self.patch_size
-        blocks = values.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
-        patches = blocks.transpose(1, 4, 2, 5, 0, 3, 6)  # block rows, columns; rows, columns in it; colour; pixels
-        frames = np.broadcast_to(
-            patches[:, :, :, :, :, None], (*patches.shape[:5], self.temporal_patch_size, patch, patch)
-        )
-        return frames.reshape(rows * columns, -1)
+        blocks = pixels.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
+        # block rows, columns; rows, columns in it; colour; pixels
+        return blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1)
 
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
         """Returns the shape with `min_pixels` and `max_pixels`."""

@@ -1,0 +1,56 @@
+"""The tower of a family that reads images: the network that makes vectors for the text model of patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxserve.core.layers.context import LayerContext
+from jaxserve.core.models.base import DecoderConfig, Table
+from jaxserve.media.items import MediaItem
+from jaxserve.media.processors import ImageProcessor
+from jaxserve.media.prompt import ImageTokens
+
+
+@dataclass(frozen=True)
+class TowerConfig:
+    """A tower, complete and hashable: the static argument of its functions.
+
+    `blocks` are its transformer, without causal masks; its embedding and its head are not used. `merge_size`: a square
+    of so many patches on each side is one vector. The outputs of `deep_layers` become vectors, too, which are added
+    behind the text model's first layers, one for each. `positions` is the side of a square table of positions.
+    """
+
+    blocks: DecoderConfig
+    processor: ImageProcessor
+    out_size: int  # D, of the text model
+    merge_size: int
+    deep_layers: tuple[int, ...] = ()
+    positions: int = 0
+
+    @property
+    def num_parts(self) -> int:
+        """Vectors of D numbers of one placeholder (P): its embedding, and those of deep layers."""
+        return 1 + len(self.deep_layers)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A family's tower: how it is read and computed.
+
+    `processor` is a key of `media.processors.FAMILIES`. `parse` reads config.json for a text model. `tokens` are those
+    by which prompts show an image. `table` returns the parameters under canonical names. `arrange` makes the arrays of
+    a batch of images of its items, by name, each [N, ...] for their N patches in a row. `run` computes these arrays,
+    padded, in a context that has a batch whose rows are the images, a pool for the blocks' pages, and no rotation.
+    """
+
+    processor: str
+    parse: Callable[[Mapping[str, Any], DecoderConfig, ImageProcessor], TowerConfig]
+    tokens: Callable[[Mapping[str, Any]], ImageTokens]
+    table: Callable[[TowerConfig], Table]
+    arrange: Callable[[TowerConfig, Sequence[MediaItem]], dict[str, np.ndarray]]
+    run: Callable[[TowerConfig, Mapping[str, Any], Mapping[str, Array], LayerContext], Float[Array, "M P D"]]
