@@ -22,6 +22,7 @@ constexpr int64_t kAhead = 4096;     // bytes of a matrix that are fetched befor
 template <typename T>
 struct Product {
   const T *x, *w;  // [rows, depth] and [panels, depth * width]
+  const T* up;     // null, or like w: then out is silu(x w) times (x up)
   void* out;       // [rows, panels * width]
   bool wide_out;   // whether it is float32
   int64_t rows, depth, columns;
@@ -40,6 +41,19 @@ template <typename T>
 constexpr int64_t kWidth = 64;  // columns of a panel
 template <>
 constexpr int64_t kWidth<BFloat16> = 2 * kTileRows;
+
+template <typename T>
+constexpr int64_t kAxes = 3;  // of a matrix
+template <>
+constexpr int64_t kAxes<BFloat16> = 5;
+
+// gate = silu(gate) * up.
+inline void Gate(const float* up, int64_t count, float* gate) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vec x = Load(gate + i), e = Exp(x < 0.0f ? x : -x);
+    Store(gate + i, x * (x < 0.0f ? e : Fill(1.0f)) / (1.0f + e) * Load(up + i));
+  }
+}
 
 // Tiles 0 to 3 are sums of 32 rows and 32 columns; 4 and 5 have rows of x, 6 and 7 columns of the matrix.
 TileShapes ShapeTiles(int64_t rows) {
@@ -74,7 +88,7 @@ inline void MultiplyTilesOf(const BFloat16* x, const BFloat16* panel, int64_t de
 
 void RunPanels(const Product<BFloat16>& p, int64_t first, int64_t last) {
   constexpr int64_t kRows = 2 * kTileRows, kColumns = kWidth<BFloat16>;
-  alignas(64) float sums[kRows][kColumns];
+  alignas(64) float sums[kRows][kColumns], others[kRows][kColumns];
   for (int64_t row = 0; row < p.rows; row += kRows) {
     int64_t rows = std::min(kRows, p.rows - row);
     if (row == 0 || rows < kRows) ConfigureTiles(ShapeTiles(rows));
@@ -82,7 +96,9 @@ void RunPanels(const Product<BFloat16>& p, int64_t first, int64_t last) {
     auto multiply = row == 0 ? (both ? MultiplyTilesOf<true, true> : MultiplyTilesOf<false, true>)
                              : (both ? MultiplyTilesOf<true, false> : MultiplyTilesOf<false, false>);
     for (int64_t panel = first; panel < last; ++panel) {
-      multiply(p.x + row * p.depth, p.w + panel * p.depth * kColumns, p.depth, sums);
+      const int64_t at = panel * p.depth * kColumns;
+      multiply(p.x + row * p.depth, p.w + at, p.depth, sums);
+      if (p.up) multiply(p.x + row * p.depth, p.up + at, p.depth, others), Gate(others[0], rows * kColumns, sums[0]);
       for (int64_t r = 0; r < rows; ++r) p.Put(row + r, panel * kColumns, sums[r], kColumns);
     }
   }
@@ -112,39 +128,50 @@ inline void MultiplyPanel(const float* x, int64_t stride, const float* panel, in
   }
 }
 
+// Writes the products of all rows with a panel to `sums` [rows, kWidth].
+void MultiplyRows(const Product<float>& p, const float* panel, float* sums) {
+  constexpr int64_t kColumns = kWidth<float>;
+  std::fill_n(sums, p.rows * kColumns, 0.0f);
+  for (int64_t k = 0; k < p.depth; k += kBlock) {
+    const float *w = panel + k * kColumns, *x = p.x + k;
+    int64_t depth = std::min(kBlock, p.depth - k), row = 0;
+    auto run = [&]<int R>() {
+      for (; row + R <= p.rows; row += R) {
+        auto multiply = row > 0 ? MultiplyPanel<R, false> : MultiplyPanel<R, true>;
+        multiply(x + row * p.depth, p.depth, w, depth, sums + row * kColumns);
+      }
+    };
+    run.template operator()<kRegisterRows>();
+    run.template operator()<4>();
+    run.template operator()<2>();
+    run.template operator()<1>();
+  }
+}
+
 void RunPanels(const Product<float>& p, int64_t first, int64_t last) {
   constexpr int64_t kColumns = kWidth<float>;
+  const int64_t size = p.rows * kColumns;
   thread_local std::vector<float> acc;
-  acc.resize(std::max<size_t>(acc.size(), p.rows * kColumns));
+  acc.resize(std::max<size_t>(acc.size(), 2 * size));
   for (int64_t panel = first; panel < last; ++panel) {
-    std::fill_n(acc.data(), p.rows * kColumns, 0.0f);
-    for (int64_t k = 0; k < p.depth; k += kBlock) {
-      const float *w = p.w + (panel * p.depth + k) * kColumns, *x = p.x + k;
-      int64_t depth = std::min(kBlock, p.depth - k), row = 0;
-      auto run = [&]<int R>() {
-        for (; row + R <= p.rows; row += R) {
-          auto multiply = row > 0 ? MultiplyPanel<R, false> : MultiplyPanel<R, true>;
-          multiply(x + row * p.depth, p.depth, w, depth, acc.data() + row * kColumns);
-        }
-      };
-      run.template operator()<kRegisterRows>();
-      run.template operator()<4>();
-      run.template operator()<2>();
-      run.template operator()<1>();
-    }
+    const int64_t at = panel * p.depth * kColumns;
+    MultiplyRows(p, p.w + at, acc.data());
+    if (p.up) MultiplyRows(p, p.up + at, acc.data() + size), Gate(acc.data() + size, size, acc.data());
     for (int64_t row = 0; row < p.rows; ++row) p.Put(row, panel * kColumns, acc.data() + row * kColumns, kColumns);
   }
 }
 
-// x [T, depth] with w [.., panels, ..] or each of [parts, .., panels, ..], of whose rows `used` [1] count; zeros follow.
+// x [T, depth] with w [panels, ..] or each of [parts, panels, ..], of whose rows `used` [1] count; zeros follow. An out
+// without parts of a w with two has silu of the first product times the second.
 template <typename T>
 void Multiply(const XLA_FFI_CallFrame* frame) {
   XLA_FFI_Buffer x = Argument(frame, 0), w = Argument(frame, 1), out = Result(frame, 0);
   int64_t parts = out.rank == 3 ? out.dims[0] : 1, all = x.dims[0];
-  Product<T> p{static_cast<const T*>(x.data), static_cast<const T*>(w.data), out.data};
+  Product<T> p{static_cast<const T*>(x.data), static_cast<const T*>(w.data), nullptr, out.data};
   p.wide_out = out.dtype == XLA_FFI_DataType_F32;
   p.depth = x.dims[1], p.columns = out.dims[out.rank - 1];
   p.rows = std::clamp<int64_t>(*Ints(frame, 2), 0, all);
+  if (out.rank == 2 && w.rank > kAxes<T>) p.up = p.w + p.depth * p.columns;
   const int64_t panels = p.columns / kWidth<T>, line = p.columns * (p.wide_out ? 4 : 2);
   for (int64_t part = 0; part < parts; ++part)
     std::memset(static_cast<char*>(out.data) + (part * all + p.rows) * line, 0, (all - p.rows) * line);

@@ -49,13 +49,19 @@ def pack(w: jax.Array, *, transposed: bool = False) -> jax.Array:
     return tiles.transpose(order).reshape(packed)
 
 
-def multiply_packed(x: jax.Array, packed: jax.Array, dtype: jnp.dtype, num_rows: jax.Array | None = None) -> jax.Array:
+def multiply_packed(
+    x: jax.Array, packed: jax.Array, dtype: jnp.dtype, num_rows: jax.Array | None = None, *, gated: bool = False
+) -> jax.Array:
     """Returns x [T, in] times matrices of `pack`, as [T, out] or [parts, T, out] in `dtype`, float32 or bfloat16.
 
     Rows from `num_rows` (i32, default: all) on are zeros. A row's bits do not depend on other rows, or their number.
+    With `gated`, two parts give silu of the first product times the second, as [T, out], rounded once.
     """
     num_axes = 3 if packed.dtype == jnp.float32 else 5
     lead, panels = packed.shape[:-num_axes], packed.shape[-num_axes]
+    if gated:
+        assert lead == (2,), f"packed: a gate and what it weighs, not {lead}"
+        lead = ()
     shape = (*lead, x.shape[0], panels * _WIDTHS[packed.dtype.name])
     rows = jnp.full(1, x.shape[0], jnp.int32) if num_rows is None else num_rows.astype(jnp.int32).reshape(1)
     return jax.ffi.ffi_call(library.target_name(library.PACKED), jax.ShapeDtypeStruct(shape, dtype))(x, packed, rows)
@@ -77,11 +83,14 @@ def find_fault(dtype: str) -> str | None:
     x, w = (rng.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((51, 96), (2, 96, 9 * _WIDTHS[dtype])))
     used = 35  # rows of one and of two tiles, and padding
 
-    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-        return multiply_packed(x, pack(w), jnp.dtype("float32"), jnp.int32(used))
+    def multiply(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+        packed = pack(w)
+        return [multiply_packed(x, packed, jnp.dtype("float32"), jnp.int32(used), gated=each) for each in (False, True)]
 
-    found = np.asarray(jax.jit(multiply)(x, w))
+    found, gated = map(np.asarray, jax.jit(multiply)(x, w))
     expected = x.astype(np.float64) @ w.astype(np.float64)
     expected[:, used:] = 0
-    error = float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
+    gate, up = expected
+    pairs = (found, expected), (gated, gate / (1 + np.exp(-gate)) * up)
+    error = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
     return None if error < _TOLERANCE else f"they differ by {error:.3g} of the largest number"

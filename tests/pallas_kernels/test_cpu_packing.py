@@ -22,7 +22,7 @@ from tests.pallas_kernels.cpu_library import BUILT
 
 pytestmark = BUILT
 SHAPES = [(32, 64), (96, 576), (3, 160, 192), (1, 64, 128)]
-multiply = jax.jit(packing.multiply_packed, static_argnames="dtype")
+multiply = jax.jit(packing.multiply_packed, static_argnames=("dtype", "gated"))
 
 
 def draw(seed: int, *shape: int, dtype: str) -> jax.Array:
@@ -55,13 +55,38 @@ def test_products(
     assert not np.asarray(out, np.float32)[..., used:, :].any()
 
 
+@settings(max_examples=scale_examples(30), deadline=None)
+@given(
+    rows=st.integers(1, 35) | st.integers(62, 66),
+    shape=st.sampled_from([(2, 32, 64), (2, 96, 320)]),
+    dtype=st.sampled_from(packing.DTYPES),
+    share=st.floats(0, 1),
+    scale=st.sampled_from([0.1, 1.0, 30.0]),  # of gates: nearly linear, usual, far beyond what e^x holds
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_gates(rows: int, shape: tuple[int, ...], dtype: str, share: float, scale: float, seed: int) -> None:
+    x, w = draw(seed, rows, shape[-2], dtype=dtype), draw(seed + 1, *shape, dtype=dtype)
+    w, used = w.at[0].multiply(scale), round(share * rows)
+    x = x.at[used:].set(jnp.nan)
+    out = multiply(x, packing.pack(w), dtype=jnp.dtype(dtype), num_rows=jnp.int32(used), gated=True)
+    gate, up = np.nan_to_num(np.asarray(x, np.float64)) @ np.asarray(w, np.float64)
+    with np.errstate(over="ignore"):
+        expected = gate / (1 + np.exp(-gate)) * up
+    largest = np.abs(gate).max() * np.abs(up).max()
+    assert out.shape == expected.shape and out.dtype == dtype
+    tolerance = 1e-5 if dtype == "float32" else 2**-8
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=1e-5 * largest)
+    assert not np.asarray(out, np.float32)[used:].any()
+
+
 @pytest.mark.parametrize("dtype", packing.DTYPES)
-def test_an_answer_does_not_depend_on_other_rows(dtype: str) -> None:
-    x, packed = draw(2, 71, 160, dtype=dtype), packing.pack(draw(3, 160, 192, dtype=dtype))
-    whole = multiply(x, packed, dtype=jnp.dtype("float32"))
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_answer_does_not_depend_on_other_rows(dtype: str, gated: bool) -> None:
+    x, packed = draw(2, 71, 160, dtype=dtype), packing.pack(draw(3, 2, 160, 192, dtype=dtype))
+    whole = multiply(x, packed, dtype=jnp.dtype("float32"), gated=gated)
     for first, count in ((0, 1), (1, 7), (40, 16), (38, 33), (3, 64)):
-        others = multiply(x[first : first + count], packed, dtype=jnp.dtype("float32"))
-        np.testing.assert_array_equal(others, whole[first : first + count])
+        others = multiply(x[first : first + count], packed, dtype=jnp.dtype("float32"), gated=gated)
+        np.testing.assert_array_equal(others, whole[..., first : first + count, :])
 
 
 @pytest.mark.parametrize("dtype", packing.DTYPES)
@@ -76,6 +101,8 @@ def test_nan_stays_in_its_row_and_column(dtype: str) -> None:
     x, w = draw(0, 5, 64, dtype=dtype).at[1, 3].set(jnp.nan), draw(1, 64, 64, dtype=dtype).at[7, 40].set(jnp.inf)
     broken = ~np.isfinite(np.asarray(multiply(x, packing.pack(w), dtype=jnp.dtype("float32"))))
     assert broken[1].all() and broken[:, 40].all() and broken.sum() == 64 + 4
+    both = packing.pack(jnp.stack([jnp.ones_like(w), w]))
+    np.testing.assert_array_equal(~np.isfinite(multiply(x, both, dtype=jnp.dtype("float32"), gated=True)), broken)
 
 
 def test_sizes_that_do_not_fit() -> None:

@@ -83,6 +83,13 @@ def _multiply_rows(
     return _multiply(jnp.broadcast_to(x, (*parts, *x.shape)), weight, numbers, dtype)
 
 
+def multiply_silu(ctx: StepContext, leaf: Leaf, x: Float[Array, "T in"]) -> Float[Array, "T out"] | None:
+    """Returns silu(x gate) * (x up) of a leaf's two matrices if one product makes it: packed, no bias, no adapters."""
+    if leaf.keys() != {"weight"} or not isinstance(leaf["weight"], Mapping) or PACKED not in leaf["weight"]:
+        return None
+    return multiply_packed(x, leaf["weight"][PACKED], x.dtype, ctx.num_rows, gated=True)
+
+
 def linear_heads(leaf: Leaf, x: Float[Array, "T N in"]) -> Float[Array, "T N out"]:
     """Returns each head of `x` times a weight of its own, [N, in, out], in the dtype of `x`."""
     return _multiply(x, leaf["weight"], (((2,), (1,)), ((1,), (0,))), x.dtype).swapaxes(0, 1)

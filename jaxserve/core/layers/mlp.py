@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.core.layers.activations import ACTIVATIONS, LEARNED
 from jaxserve.core.layers.context import StepContext
-from jaxserve.core.layers.linear import linear
+from jaxserve.core.layers.linear import linear, multiply_silu
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,11 @@ def gated_mlp(
     config: MLPConfig, leaves: Mapping[str, Any], x: Float[Array, "T D"], ctx: StepContext
 ) -> Float[Array, "T D"]:
     """Returns down(apply_gate(gate(x), up(x))) from `gate_up` [2, D, F] and `down` [F, D] (and their biases)."""
-    gate, up = linear(ctx, leaves["gate_up"], x)
-    return linear(ctx, leaves["down"], apply_gate(config, leaves, gate, up), reduce=True)
+    is_silu = config.clamped is None and ACTIVATIONS[config.activation] is jax.nn.silu
+    hidden = multiply_silu(ctx, leaves["gate_up"], x) if is_silu else None
+    if hidden is None:
+        hidden = apply_gate(config, leaves, *linear(ctx, leaves["gate_up"], x))
+    return linear(ctx, leaves["down"], hidden, reduce=True)
 
 
 def apply_gate(
