@@ -105,8 +105,7 @@ def test_a_closed_set_has_no_more_programs_and_an_open_one_compiles_each_once(mo
 @pytest.mark.parametrize(
     ("platform", "quantization", "passes"),
     [
-        ("cpu", "int8", None),
-        ("tpu", None, None),
+        ("tpu", "int8", None),
         ("gpu", None, "rematerialization"),
         ("cuda", "int8", "rematerialization,slice-sinker"),
     ],
@@ -117,3 +116,12 @@ def test_steps_on_gpus_leave_out_passes_of_xla(platform: str, quantization: str 
     given = {"xla_gpu_some": True}
     options = room.list_compiler_options(replicated, given, is_quantized=quantization is not None)
     assert options == (None if passes is None else {"xla_disable_hlo_passes": passes, **given})
+
+
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_only_a_cpu_with_tiles_has_options(monkeypatch: pytest.MonkeyPatch, has_tiles: bool) -> None:
+    monkeypatch.setattr(room, "has_tiles", lambda: has_tiles)
+    for platform in ("cpu", "tpu"):
+        replicated: Any = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
+        options = room.list_compiler_options(replicated, {}, is_quantized=False)
+        assert options == ({"xla_cpu_prefer_vector_width": 512} if has_tiles and platform == "cpu" else None)
