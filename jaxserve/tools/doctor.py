@@ -194,12 +194,15 @@ def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     from jaxserve.core.runtime.self_test import confirm_kernels
     from jaxserve.core.runtime.weight_report import describe_weights
     from jaxserve.features.choose import make_shapes
+    from pallas_kernels.cpu.attention import uses_tiles
     from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
 
     device = seen["Devices"][0]
     shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind, seen["Drafts"])
     shapes = confirm_kernels(shapes, device)
     lines, is_slow = [f"{shapes.impl}: {shapes.impl_reason}"], shapes.fell_back
+    if shapes.impl == "cpu" and any(uses_tiles(spec, shapes.model.dtype) for spec in shapes.specs):
+        lines[0] += ", prompts in tiles (AMX)"
     if shapes.model.packed:
         unit = "tiles (AMX)" if shapes.model.dtype == "bfloat16" else "vectors"
         lines.append(f"products, cpu: C++ kernels, {shapes.model.dtype} weights packed when they are loaded, in {unit}")

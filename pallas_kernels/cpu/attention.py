@@ -48,6 +48,12 @@ def find_obstacle(shape: AttnShape) -> str | None:
     return None
 
 
+def uses_tiles(spec: KVSpec, dtype: str) -> bool:
+    """Whether chunks of queries in `dtype` are multiplied in the processor's tiles: where heads and pages fill them."""
+    fits = spec.head_dim % 32 == 0 and spec.out_dim % LANES == 0 and spec.page_size % LANES == 0
+    return fits and spec.dtype == dtype == "bfloat16" and library.has_tiles()
+
+
 def plan_work(rows: StepRows, shape: AttnShape, *, config: None = None) -> CpuWork:
     """Nothing is tuned."""
     del config
@@ -89,7 +95,7 @@ def attend_with_update(
     call = jax.ffi.ffi_call(library.target_name(library.ATTENTION), results, input_output_aliases={3: 1})
     work, shape = batch.work, batch.shape
     numbers = (shape.span or 0, spec.out_dim, work.num_singles, work.tile_tokens, shape.reach is not None)
-    numbers = (*numbers, library.has_tiles())
+    numbers = (*numbers, uses_tiles(spec, q.dtype.name))
     out, kv_pages = call(
         q,
         k,

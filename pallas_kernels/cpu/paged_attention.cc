@@ -239,11 +239,6 @@ inline const float* Widen(const BFloat16* rows, int64_t count, int64_t dim, int6
   return to;
 }
 
-// Whether heads and pages have sizes for MultiplyInTiles.
-bool FitsTiles(const Problem& p) {
-  return p.head_dim % kTileDepth == 0 && p.value_dim % kTileRows == 0 && p.page_size % kTileRows == 0;
-}
-
 // All queries of a tile and KV head: lane m is query head m % group of token m / group. With `in_tiles`, queries and
 // weights are multiplied as bfloat16.
 template <typename T, bool in_tiles>
@@ -428,7 +423,7 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
   p.positions = p.counts + num_tiles, p.ends = p.positions + num_tiles;
   const int32_t* sizes = ints(kSizes);
   p.page_offset = sizes[0], p.window = sizes[1], p.value_dim = sizes[2], p.step = sizes[5];
-  p.in_tiles = sizes[6] && FitsTiles(p) && !p.wide_q && pages.dtype == XLA_FFI_DataType_BF16;
+  p.in_tiles = sizes[6];
   const float* factors = static_cast<const float*>(arg(kFactors).data);
   p.scale = factors[0], p.softcap = factors[1];
   p.sinks = arg(kSinks).dims[0] ? static_cast<const float*>(arg(kSinks).data) : nullptr;

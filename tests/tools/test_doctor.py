@@ -63,6 +63,24 @@ def test_a_sound_machine(tmp_path: Path) -> None:
     assert "0 files" in findings["Compile cache"].text and list((tmp_path / "xla").iterdir()) == []
 
 
+@pytest.mark.skipif(library.find_obstacle() is not None, reason="needs the library")
+@pytest.mark.parametrize(
+    ("dtype", "has_tiles", "words"),
+    [
+        ("bfloat16", True, ("prompts in tiles (AMX)", "bfloat16 weights packed when they are loaded, in tiles (AMX)")),
+        ("float32", True, ("float32 weights packed when they are loaded, in vectors",)),
+        ("bfloat16", False, ("C++ kernel for bfloat16 up to 8 rows, then XLA's",)),
+    ],
+)
+def test_it_says_where_a_cpu_multiplies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, has_tiles: bool, words: tuple[str, ...]
+) -> None:
+    rows = dict.fromkeys(("float32", "bfloat16"), 8)
+    monkeypatch.setattr(library, "_state", library._state | {"has_tiles": has_tiles, "product_rows": rows})
+    text = examine(tmp_path, lambda _: replace(find_model(), dtype=dtype))["Attention"].text
+    assert all(each in text for each in words) and text.count("AMX") == " ".join(words).count("AMX")
+
+
 def test_a_cpu_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
     monkeypatch.setattr(library, "_state", {"obstacle": "not loaded", "product_rows": {}, "table_rows": {}})
