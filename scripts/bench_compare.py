@@ -65,8 +65,8 @@ def main() -> int:
     with explain_errors(parser):
         participants, comparison = read_participants(run.args), read_comparison(run.args)
     signal.signal(signal.SIGTERM, leave)
-    outcomes = compare(comparison, participants)
-    figures = summarize(comparison, outcomes)
+    pace, *outcomes = compare(comparison, [Participant.of_pace(), *participants])
+    figures = summarize(comparison, outcomes, pace)
     run.show(make_title(figures), make_header(figures), make_rows(figures), list_notes(figures))
     return run.finish(figures, list_failures(outcomes))
 

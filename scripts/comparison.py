@@ -62,6 +62,11 @@ class Participant:
         return cls(name, (sys.executable, _OURS), rest, dtype)
 
     @classmethod
+    def of_pace(cls) -> Participant:
+        """Returns the one that only measures the CPU's pace, which other work, or a host's other guests, may halve."""
+        return cls("pace", (sys.executable, str(_PROGRAMS / "pace.py")))
+
+    @classmethod
     def parse_variant(cls, text: str, options: Mapping[str, Any]) -> Participant:
         """Returns jaxserve with options, of a text like "name: max_decode_steps=4, dtype=bfloat16"; it wins over
         `options`."""

@@ -17,8 +17,11 @@ def find_base(outcomes: Sequence[Outcome]) -> Outcome | None:
     return next((each for each in outcomes if each.is_measured), None)
 
 
-def summarize(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Returns the figures of a report. Ratios are of tokens/s within one round, so that a slow minute is in both."""
+def summarize(comparison: Comparison, outcomes: Sequence[Outcome], pace: Outcome | None = None) -> dict[str, Any]:
+    """Returns the figures of a report. Ratios are of tokens/s within one round, so that a slow minute is in both.
+
+    `pace` is the outcome of `Participant.of_pace`, whose operations/s are those of the CPU in each round.
+    """
     requests, base = comparison.requests, find_base(outcomes)
     return {
         "model": comparison.model,
@@ -29,9 +32,16 @@ def summarize(comparison: Comparison, outcomes: Sequence[Outcome]) -> dict[str, 
         "num_requests": len(requests),
         "num_prompt_tokens": sum(request.num_prompt_tokens for request in requests),
         "num_cut": sum(request.is_cut for request in requests),
+        "cpu_flops_per_second": _find_pace(pace),
         "compared_with": None if base is None else base.participant.name,
         "participants": [_describe(comparison, outcome, base) for outcome in outcomes],
     }
+
+
+def _find_pace(pace: Outcome | None) -> Spread | None:
+    if pace is None or not pace.is_measured:
+        return None
+    return Spread.of([pace.facts["operations"] / each for each in pace.seconds])
 
 
 def _describe(comparison: Comparison, outcome: Outcome, base: Outcome | None) -> dict[str, Any]:
@@ -91,9 +101,10 @@ def make_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def list_notes(figures: dict[str, Any]) -> list[str]:
-    """Returns one line for each participant: its versions, spreads, where its answers differ, or why it was
-    skipped."""
-    notes = []
+    """Returns one line for the CPU's pace, and for each participant: its versions, spreads, where its answers differ,
+    or why it was skipped."""
+    pace = figures["cpu_flops_per_second"]
+    notes = [] if pace is None else [_show_pace(pace, figures["dtype"])]
     for each in figures["participants"]:
         if each["skipped"] is not None:
             notes.append(f"{each['name']}: skipped: {each['skipped']}")
@@ -109,6 +120,11 @@ def list_notes(figures: dict[str, Any]) -> list[str]:
             parts.append("its own answers change from run to run")
         notes.append(f"{each['name']}: {'; '.join(filter(None, parts))}.")
     return notes
+
+
+def _show_pace(pace: Spread, dtype: str) -> str:
+    middle, least, most = (f"{each / 1e9:,.0f}" for each in (pace.median, min(pace.values), max(pace.values)))
+    return f"The CPU's pace in these rounds: {middle} GFLOP/s in {dtype} products of XLA, {least} to {most}."
 
 
 def _show_rate(rate: float) -> str:

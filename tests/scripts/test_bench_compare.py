@@ -64,6 +64,21 @@ def test_turns_ratios_and_agreement() -> None:
     assert "differ do so from token 3" in list_notes(figures)[1]
 
 
+def test_the_pace_of_the_cpu() -> None:
+    comparison = make()
+    pace, other = compare(comparison, [Participant.of_pace(), fake()])
+    figures = summarize(comparison, [other], pace)
+    expected = [pace.facts["operations"] / each for each in pace.seconds]
+    assert figures["compared_with"] == "fake_peer how=" and len(figures["participants"]) == 1
+    assert figures["cpu_flops_per_second"].values == pytest.approx(expected) and min(expected) > 1e8
+    least, most = (f"{each(expected) / 1e9:,.0f}" for each in (min, max))
+    note, _ = list_notes(figures)
+    assert note.endswith(f" GFLOP/s in float32 products of XLA, {least} to {most}.")
+    assert (
+        summarize(comparison, [other], Outcome(Participant.of_pace(), skipped="no jax"))["cpu_flops_per_second"] is None
+    )
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
