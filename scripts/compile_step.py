@@ -39,6 +39,7 @@ PRESETS = {  # the first always, the others in the full gate
     # A TPU copies gpt-oss's embedding, whose rows of 2,880 it would pad.
     "tpu": (DENSE, EXPERTS, LATENT, HYBRID, MAMBA),
 }
+MORE_PRESETS = {"v6e": (DENSE, HYBRID), "tpu7x": (DENSE, HYBRID)}  # of targets without a full gate
 ENCODERS = ("bge-m3", "embeddinggemma-300m", "modernbert-base")  # the first always, the others in the full gate
 ENCODER_LAYERS = 6  # of the others: with windows and without
 ENCODER_PAGES = 8192
@@ -142,7 +143,9 @@ def measure_step(
     expanded = replace(shapes.model, quantization=None)
     layer = params_bytes(param_specs(expanded)["layers"][0], shapes.num_devices, shapes.platform)
     # Loops over a few rows or tiles hold no second pool of states. Logits of a verify step are those of all its tokens.
-    logits = 4 * bucket.tokens * shapes.model.vocab_size if bucket.width > 1 else 0
+    # Those that devices gather are copied, as their order is another than that of the program's result.
+    num_lines = bucket.tokens if bucket.width > 1 else bucket.rows if shapes.num_devices > 1 else 0
+    logits = 4 * num_lines * shapes.model.vocab_size
     most_temp = use.recurrent + logits if use.recurrent else None
     report = ProgramReport(
         name,
@@ -162,17 +165,21 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
     """Returns the target's programs by name: for each number of devices the largest decode and the largest bucket.
 
     Quantized weights, and all layers of a model, are compiled for fewer devices. The full gate has the largest verify
-    bucket, too, and steps that a head follows. Without `full` there is no decode step where the largest one, which has
-    its kernels, is compiled, and a TPU has no step with portable attention, which the gate of kernels has. The last
-    step is what is left where the kernels give way.
+    bucket, too, and steps that a head follows. Without `full` there is no decode step of a dense model where the
+    largest one, which has its kernels, is compiled, and a TPU has no step with portable attention, which the gate of
+    kernels has. The last step is what is left where the kernels give way.
     """
     steps, few_layers = {}, FEW_LAYERS if full else FEWEST_LAYERS
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
-    for preset, num_devices in itertools.product(PRESETS[target.platform][: None if full else 1], counts):
-        num_layers = None if full and (preset, num_devices) == (DENSE, counts[0]) else few_layers
+    presets = PRESETS[target.platform] if full else MORE_PRESETS.get(target.name, PRESETS[target.platform][:1])
+    for preset, num_devices in itertools.product(presets, counts):
+        is_whole = full or preset == HYBRID  # whose layers come in fours
+        num_layers = FEW_LAYERS if is_whole else FEWEST_LAYERS
+        if full and (preset, num_devices) == (DENSE, counts[0]):
+            num_layers = None
         shapes = make_step_shapes(target, preset, num_devices=num_devices, num_layers=num_layers, impl=impl)
         rows = max(shapes.buckets.row_counts)
-        for bucket in (Bucket(rows, rows), shapes.buckets.largest)[0 if full else 1 :]:
+        for bucket in (Bucket(rows, rows), shapes.buckets.largest)[0 if is_whole else 1 :]:
             name = f"step {bucket}: {preset}, {shapes.model.num_layers} layers, {num_devices} devices"
             steps[name] = shapes, bucket
     for preset, quantized in QUANTIZED_STEPS[: None if full else target.platform == "gpu"]:

@@ -35,6 +35,7 @@ from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
     count_collectives,
+    count_headed_products,
     count_launches,
     count_layer_launches,
     count_repeated,
@@ -186,6 +187,7 @@ class Gate:
             kernels=tuple(kernels),
             complaints=tuple(complaints),
             copied_params=tuple(list_copied_params(text)),
+            headed_products=count_headed_products(text),
             fixed_turns=tuple(list_fixed_turns(text)),
             short_indices=tuple(list_short_indices(text)),
         )

@@ -21,6 +21,8 @@ _TPU_CALL = re.compile(r'%([\w-]+?)(?:\.\d+)* = .*custom_call_target="tpu_custom
 _VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 # A copy into a TPU's VMEM, S(1), reads the parameter once, as its product would.
 _COPIED_PARAM = re.compile(r'(?<!S\(1\)\}) copy\(.*op_name="(params\[[^"]*)"')
+# A product that a TPU computes as a convolution over heads, for which its weight is laid out anew in each layer.
+_HEADED_PRODUCT = re.compile(r" convolution\(.*window=\{size=\d+ [^}]*rhs_reversal")
 # What XLA launches on a GPU, in the program's main computation. Bitcasts and the members of tuples cost nothing.
 _LAUNCH = re.compile(r" (?:fusion|custom-call|copy|sort|while|conditional|all-reduce(?:-start)?)\(")
 _WHOLE_NUMBERS = re.compile(r"^ *(?:ROOT )?%\S+ = [su]\d+\[")
@@ -100,6 +102,7 @@ class ProgramReport:
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
     copied_params: tuple[str, ...] = ()  # parameters that the program copies into another layout
+    headed_products: int = 0  # products of a TPU's program that have heads as an axis
     fixed_turns: tuple[int, ...] = ()  # of its loops of a fixed length
     short_indices: tuple[str, ...] = ()  # of 32 bits, into longer axes
     unread_operands: tuple[str, ...] = ()  # of a TPU's kernels
@@ -160,6 +163,11 @@ def parse_tpu_kernels(hlo: str) -> list[KernelUse]:
 def list_copied_params(hlo: str) -> list[str]:
     """The parameters that a compiled program copies in HBM, by the names that they were traced with."""
     return sorted({found[1].replace("\\'", "'") for line in hlo.splitlines() if (found := _COPIED_PARAM.search(line))})
+
+
+def count_headed_products(hlo: str) -> int:
+    """How many products of a compiled program a TPU computes over an axis of heads."""
+    return len(_HEADED_PRODUCT.findall(hlo))
 
 
 def list_fixed_turns(hlo: str) -> list[int]:
@@ -270,6 +278,9 @@ def _find_program_faults(report: ProgramReport) -> list[str]:
     most = report.most_layer_launches
     faults = {
         f"weights are copied in every step: {', '.join(report.copied_params)}": report.copied_params,
+        f"{report.headed_products} products have an axis of heads: their weights are laid out anew in every step": (
+            report.headed_products
+        ),
         f"{len(report.small_tiles)} products have small tiles: {report.small_tiles[:1]}": report.judges_tiles
         and report.small_tiles,
         f"{report.layer_launches} kernels a layer, at most {most} are expected": (

@@ -23,6 +23,7 @@ from pallas_kernels.testing.gate_report import (
     KernelUse,
     ProgramReport,
     count_collectives,
+    count_headed_products,
     count_launches,
     count_layer_launches,
     count_repeated,
@@ -158,6 +159,14 @@ def test_copies_of_weights_are_found() -> None:
     assert list_copied_params(hlo) == ["params['layers']['qkv']"]
     assert list_copied_params(hlo.replace(" copy(", " slice(")) == []
     assert list_copied_params(hlo.replace("{0,1} copy(", "{0,1:T(8,128)S(1)} copy(")) == [], "into VMEM"
+
+
+def test_products_over_an_axis_of_heads_are_found() -> None:
+    line = "  %convolution.{} = bf16[2048,6,128]{{2,0,1}} convolution(%a, %b), {}, metadata={{}}"
+    heads = "window={size=6 pad=5_5 rhs_reversal=1}, dim_labels=bf0_0oi->b0f"
+    parts = "window={size=2 lhs_dilate=2}, dim_labels=0bf_0io->0bf"  # of a weight [parts, in, out]
+    hlo = "\n".join(line.format(index, each) for index, each in enumerate((heads, parts, "dim_labels=bf_io->bf")))
+    assert count_headed_products(hlo) == 1
 
 
 def test_loops_of_a_fixed_length_are_found() -> None:
@@ -311,6 +320,7 @@ def test_what_is_in_order_passes(report: ProgramReport) -> None:
         (replace(make_gpu_report(), kernels=()), "no Pallas kernel"),
         (replace(make_gpu_report(), alias_bytes=1999), "the donated pool is copied: 2,000 bytes"),
         (replace(make_tpu_report(), copied_params=("params['o']",)), "copied in every step: params['o']"),
+        (replace(make_tpu_report(), headed_products=2), "2 products have an axis of heads"),
         (replace(make_gpu_report(), fixed_turns=(1024,), loops_follow_batch=True), "loops have (1024,) turns"),
         (replace(make_gpu_report(), temp_bytes=2000), "room for a second pool"),
         (replace(make_gpu_report(), argument_bytes=1 << 40), "bytes of arguments and temporaries, the h200 has"),

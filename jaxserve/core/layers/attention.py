@@ -131,14 +131,18 @@ def attend(
     written: the pages are another layer's. Optional: `q_norm` and `k_norm`, in the shapes of `config.qk_norm`; `sinks`
     [N]; `k_scale` and `v_scale` [K] of 8-bit pages.
     """
-    tokens, group = x.shape[0], config.group_size
-    qkv = linear(ctx, leaves["qkv"], x).reshape(tokens, config.num_kv_heads, -1, config.head_dim)
-    gates, qkv = (qkv[:, :, :group], qkv[:, :, group:]) if config.gated else (None, qkv)
-    q = qkv[:, :, :group].reshape(tokens, config.num_heads, config.head_dim)
+    tokens, head_dim = x.shape[0], config.head_dim
+    columns = config.group_size * head_dim  # of the queries of a KV head, and of their gates
+    # Its columns are cut before they become heads: XLA would make heads an axis of the product, and on a TPU copy the
+    # weight into another layout for that, in each layer.
+    qkv = linear(ctx, leaves["qkv"], x).reshape(tokens, config.num_kv_heads, -1)
+    gates, qkv = (qkv[:, :, :columns], qkv[:, :, columns:]) if config.gated else (None, qkv)
+    q = qkv[:, :, :columns].reshape(tokens, config.num_heads, head_dim)
     q = _prepare_heads(config, norm, leaves.get("q_norm"), q, ctx)
     k = v = None
     if config.projections != "q":
-        k, v = _prepare_heads(config, norm, leaves.get("k_norm"), qkv[:, :, group], ctx), qkv[:, :, -1]
+        k, v = qkv[:, :, columns : columns + head_dim], qkv[:, :, -head_dim:]
+        k = _prepare_heads(config, norm, leaves.get("k_norm"), k, ctx)
         v = normalize_plainly(norm, v) if config.v_norm else v
     out, kv_pages = attend_pages(config, leaves, ctx, q=q, k=k, v=v)
     out = out if gates is None else out * jax.nn.sigmoid(gates.reshape(out.shape))

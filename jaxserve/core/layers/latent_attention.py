@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.core.layers.attention import AttentionConfig, attend_pages
@@ -40,7 +41,8 @@ def attend_latent(
     rank = latent.query_rank or 0
     queries, row, k_rope = jnp.split(linear(ctx, leaves["qkv_a"], x), (rank, rank + latent.rank), axis=1)
     queries = x if latent.query_rank is None else normalize(norm, leaves["q_norm"], queries)
-    q = linear(ctx, leaves["q_b"], queries).reshape(tokens, config.num_heads, -1)
+    # Without the barrier XLA makes heads an axis of the product, for which a TPU copies the weight in each layer.
+    q = lax.optimization_barrier(linear(ctx, leaves["q_b"], queries)).reshape(tokens, config.num_heads, -1)
     q, q_rope = jnp.split(q, (latent.nope_dim,), axis=2)
     row, k_rope = normalize(norm, leaves["kv_norm"], row)[:, None], k_rope[:, None]
     if ctx.rotary is not None:
