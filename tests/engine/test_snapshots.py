@@ -105,6 +105,33 @@ def test_the_next_turn_of_a_conversation_computes_no_more_than_a_cell_twice(over
         assert len(device.snapshots) <= 40
 
 
+@pytest.mark.parametrize("opening", [0, 2, 4, 8])
+@pytest.mark.parametrize("length", [1, 2, 5, 64])
+def test_the_next_turn_goes_on_behind_an_opening_that_its_prompt_lacks(length: int, opening: int) -> None:
+    """A template begins each answer, with "<think>" for one, and does not repeat that in the next turn's prompt."""
+    think = [1001, 1002, 1003, 1004, 1005, 1006, 1007, 1008][:opening]
+    for end in range(190, 260):
+        engine, _ = make_engine()
+        text = make_text(end - opening, 3)
+        run(engine, [greedy("first", [*text, *think], length)])
+        following = [*text, *make_text(30, 9), *think]
+        found = run(engine, [greedy("second", following, 1)])["second"].num_cached_tokens
+        assert len(text) - found <= GRID
+        assert found == len(text) // GRID * GRID or end - 1 - found <= GRID + 8
+
+
+def test_a_prompt_has_two_snapshots_where_the_last_lies_in_the_opening_of_its_answer() -> None:
+    """Repeated, it goes on from the last; and both stay while the answer grows."""
+    for length, points in ((192, (128,)), (193, (128, 192)), (200, (128, 192)), (201, (192,)), (65, (64,)), (5, ())):
+        engine, device = make_engine(num_snapshots=4)
+        prompt = make_text(length, 1)
+        run(engine, [greedy("a", prompt, 130)])
+        ends = [end for _, end in find_chunks(device.plans)]
+        assert ends == [*points, length]
+        assert {len(text) for text in device.snapshots.values()} >= set(points)
+        assert run(engine, [greedy("b", prompt, 2)])["b"].num_cached_tokens == (points or (0,))[-1]
+
+
 @pytest.mark.parametrize("kind", ["right", "wrong", "random"])
 @pytest.mark.parametrize("num_drafts", [1, 4, 70])
 @pytest.mark.parametrize("overlap", [False, True])

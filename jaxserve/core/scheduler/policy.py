@@ -18,6 +18,10 @@ from jaxserve.request import ServiceTier
 # Decoding rows and prompts in steps of their own. In the steps of decoding rows every row has one token.
 _SEPARATE_KINDS = StepKind(0, range(2, sys.maxsize)), StepKind(None, range(1, 2))
 
+# The most tokens that a template puts at a prompt's end for this answer alone, and not into the next turn's prompt, as
+# "<think>\n" (two tokens) or an empty thought (four).
+_ANSWER_OPENING = 8
+
 
 def list_kinds(limits: SchedulerLimits) -> tuple[StepKind, ...]:
     """Returns the kinds of steps, which take turns."""
@@ -45,21 +49,27 @@ def list_points(limits: SchedulerLimits, sequence: Sequence) -> tuple[int, ...]:
     """Returns the numbers of tokens behind which a snapshot of the recurrent state is wanted while they are computed.
 
     One lies where others have left pages and no snapshot, so that the next text with this beginning finds both. The
-    others are the last that the prompt and all known tokens have in front of their last token.
+    others are those of the prompt, and the last that all known tokens have in front of their last token.
     """
     if not sequence.pages.is_cached:
         return ()
-    points = sequence.pages.states.junction, find_prompt_point(limits, sequence), _floor(limits, sequence.token_ids)
+    points = sequence.pages.states.junction, *find_prompt_points(limits, sequence), _floor(limits, sequence.token_ids)
     return tuple([point for point in points if 0 < point <= sequence.pages.num_sharable])
 
 
-def find_prompt_point(limits: SchedulerLimits, sequence: Sequence) -> int:
-    """Returns the number of tokens of a prompt's last snapshot."""
-    return _floor(limits, sequence.request.prompt_token_ids)
+def find_prompt_points(limits: SchedulerLimits, sequence: Sequence) -> tuple[int, int]:
+    """Returns the numbers of tokens of a prompt's last snapshots, which mostly are one.
+
+    The first lies in front of the answer's opening, which the next turn's prompt may lack, the second in front of the
+    last token.
+    """
+    ids = sequence.request.prompt_token_ids
+    return _floor(limits, ids, _ANSWER_OPENING), _floor(limits, ids)
 
 
-def _floor(limits: SchedulerLimits, token_ids: Ids[int]) -> int:
-    return (len(token_ids) - 1) // limits.snapshot_grid * limits.snapshot_grid
+def _floor(limits: SchedulerLimits, token_ids: Ids[int], end: int = 0) -> int:
+    """Returns the last point of a text without `end` tokens and one more at its end."""
+    return max(len(token_ids) - 1 - end, 0) // limits.snapshot_grid * limits.snapshot_grid
 
 
 def wants_snapshot(limits: SchedulerLimits, sequence: Sequence, point: int) -> bool:
@@ -69,7 +79,7 @@ def wants_snapshot(limits: SchedulerLimits, sequence: Sequence, point: int) -> b
         return False
     if point >= sequence.max_num_tokens:
         return False  # a loop of steps stops in front of the last token
-    return point == pages.states.junction or point >= max(1, find_prompt_point(limits, sequence))
+    return point == pages.states.junction or point >= max(1, find_prompt_points(limits, sequence)[0])
 
 
 def count_need(limits: SchedulerLimits, sequence: Sequence) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from jaxserve.core.pages.states import PendingSnapshot, Snapshots
 from jaxserve.core.scheduler.limits import SchedulerLimits
 from jaxserve.core.scheduler.plan_builder import PlanBuilder
-from jaxserve.core.scheduler.policy import find_prompt_point, wants_snapshot
+from jaxserve.core.scheduler.policy import find_prompt_points, wants_snapshot
 from jaxserve.core.scheduler.sequence import Sequence
 from jaxserve.core.scheduler.step_plan import StateSave, Ticket
 
@@ -53,5 +53,5 @@ def _save(limits: SchedulerLimits, snapshots: Snapshots, sequence: Sequence, poi
     """Returns a new snapshot behind so many tokens; None if none is wanted there, or no slot is left."""
     if not wants_snapshot(limits, sequence, point):
         return None
-    rolls = point > max(find_prompt_point(limits, sequence), sequence.pages.states.junction)
+    rolls = point > max(find_prompt_points(limits, sequence)[1], sequence.pages.states.junction)
     return snapshots.save(sequence.pages.states, point, rolls=rolls)
