@@ -16,6 +16,8 @@ PRIORITIES = range(-(2**31), 2**31)
 _NO_PARAMS = SamplingParams()
 TOKEN_TYPE = 2**30
 """Added to the id of a token of type 1, of the second text of a pair, for models that tell the two apart."""
+FIRST_IMAGE_ROW = -2
+"""The id that a program gets for a placeholder of row 0 of the images on the device; that of row r is r less."""
 Rank = tuple[int, int]  # (service tier, priority); the smaller is served first
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.core.layers.context import StepContext
 from jaxserve.core.layers.linear import PACKED, Leaf, linear
 from jaxserve.core.layers.norm import NormConfig, normalize
-from jaxserve.request import TOKEN_TYPE
+from jaxserve.request import FIRST_IMAGE_ROW, TOKEN_TYPE
 from pallas_kernels.cpu.packing import take_columns
 
 
@@ -59,6 +59,23 @@ def embed_tokens(config: EmbeddingConfig, leaf: Leaf, token_ids: Int[Array, " T"
     else:
         rows = table.at[token_ids].get(mode="clip", wrap_negative_indices=False)
     return rows if config.scale is None else rows * jnp.asarray(config.scale, rows.dtype)
+
+
+def embed_images(
+    leaf: Leaf, token_ids: Int[Array, " T"], x: Float[Array, "T D"]
+) -> tuple[Float[Array, "T D"], tuple[Float[Array, "T D"], ...]]:
+    """Returns `x` with vectors of images in place of their placeholders', and what is added behind the first layers.
+
+    `images` [rows, P, D] of the leaf are the vectors; steps that read none have no such array. The id of a placeholder
+    is FIRST_IMAGE_ROW for row 0, and one less for each further row.
+    """
+    images = leaf.get("images")
+    if images is None:
+        return x, ()
+    is_image = (token_ids <= FIRST_IMAGE_ROW)[:, None]
+    own = images.at[FIRST_IMAGE_ROW - token_ids].get(mode="clip", wrap_negative_indices=False)
+    added = (jnp.where(is_image, own[:, part], 0) for part in range(1, images.shape[1]))
+    return jnp.where(is_image, own[:, 0], x), tuple(added)
 
 
 def split_types(config: EmbeddingConfig, token_ids: Int[Array, " T"]) -> tuple[Int[Array, " T"], Int[Array, " T"]]:

@@ -82,11 +82,16 @@ Scaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongRop
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The first `rotary_dim` (even) of a head's dimensions rotate; the rest pass through."""
+    """The first `rotary_dim` (even) of a head's dimensions rotate; the rest pass through.
+
+    With `sections` a token of an image has three positions: its frame, row and column. The frequencies take turns, as
+    in Qwen3-VL: of every three the second rotates by the row, as often as `sections[1]` says, the third by the column.
+    """
 
     rotary_dim: int
     theta: float
     scaling: Scaling | None = None
+    sections: tuple[int, int, int] | None = None
 
     @property
     def attention_factor(self) -> float:
@@ -102,6 +107,13 @@ class RopeConfig:
                 return max(trained_length, int(original * factor))
             case _:
                 return trained_length
+
+    def list_axes(self) -> np.ndarray:
+        """Returns which of the three positions each frequency rotates by, [rotary_dim // 2]."""
+        axes = np.zeros(self.rotary_dim // 2, np.int32)
+        for axis in (1, 2) if self.sections is not None else ():
+            axes[axis : 3 * self.sections[axis] : 3] = axis
+        return axes
 
     def inverse_frequencies(self, max_model_len: int) -> np.ndarray:
         """Returns float32 radians per position, [rotary_dim // 2], for sequences of at most `max_model_len`."""
@@ -183,11 +195,12 @@ _FORMULAS: dict[type, Callable[..., np.ndarray]] = {
 
 
 def rotary_table(
-    rope: RopeConfig, positions: Int[Array, " T"], max_model_len: int
+    rope: RopeConfig, positions: Int[Array, " T"] | Int[Array, "3 T"], max_model_len: int
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """Returns float32 cosines and sines of the angles of every position, times the attention factor."""
     frequencies = jnp.asarray(rope.inverse_frequencies(max_model_len))
-    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+    by_frequency = positions[:, None] if positions.ndim == 1 else positions[rope.list_axes()].T
+    angles = by_frequency.astype(jnp.float32) * frequencies[None, :]
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 

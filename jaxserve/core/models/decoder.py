@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.context import LayerContext, StateSlots
-from jaxserve.core.layers.embedding import add_embeddings, embed_tokens, project_to_vocab, split_types
+from jaxserve.core.layers.embedding import add_embeddings, embed_images, embed_tokens, project_to_vocab, split_types
 from jaxserve.core.layers.layer_inputs import make_layer_inputs
 from jaxserve.core.layers.mamba2 import Mamba2Config
 from jaxserve.core.layers.moe import MoEConfig
@@ -82,6 +82,7 @@ def forward(
     layout: CacheLayout,
     mesh: Mesh | None,
     slots: StateSlots | None = None,
+    rotary_positions: Int[Array, " T"] | Int[Array, "3 T"] | None = None,
     aux_layers: tuple[int, ...] = (),
     only_stores: bool = False,
 ) -> tuple[Float[Array, "T D"], Pools, Float[Array, "T AD"] | None]:
@@ -91,16 +92,18 @@ def forward(
     the residual stream *before* the final norm, the pools and, for a drafter, the residual stream before each layer of
     `aux_layers` (ascending; the number of layers means after the last), side by side: [T, A * D], None without any.
     With `only_stores` the last layer computes no more than its keys and values, and the residual stream means nothing.
-    `slots` are needed by layers with a recurrent state.
+    `slots` are needed by layers with a recurrent state. `rotary_positions` are where the tokens of images are, or
+    texts behind them; None: each token's place in its text.
     """
     layer = FAMILIES[config.family].layer
     token_ids, types = split_types(config.embedding, token_ids)
     x = embed_tokens(config.embedding, params["embed"], token_ids)
+    x, added = embed_images(params["embed"], token_ids, x)
     if config.embedding.added is not None:
         x = add_embeddings(config.embedding.added, config.norm, params, x, batches[0].positions, types)
     captured, written = [], list(pools)
     inputs = make_layer_inputs(config.layer_input_size, config.norm, params.get("layer_inputs"), token_ids, x)
-    contexts = list_contexts(config, batches, layout, mesh, only_stores=only_stores)
+    contexts = list_contexts(config, batches, layout, mesh, rotary_positions, only_stores=only_stores)
     for index, (kind, context) in enumerate(zip(config.layers, contexts, strict=True)):
         if index in aux_layers:
             captured.append(x)
@@ -108,6 +111,7 @@ def forward(
         kept, own = None if pool is None else written[pool], None if inputs is None else inputs[:, index]
         ctx = dataclasses.replace(context, pool=kept, slots=slots, layer_input=own)
         x, kept = layer(config, kind, params["layers"][index], x, ctx)
+        x = x + added[index] if index < len(added) else x
         if pool is not None:
             written[pool] = kept
     if config.num_layers in aux_layers:
@@ -137,11 +141,18 @@ def settle_states(
 
 
 def list_contexts(
-    config: DecoderConfig, batches: tuple[BatchMeta, ...], layout: CacheLayout, mesh: Mesh | None, *, only_stores: bool
+    config: DecoderConfig,
+    batches: tuple[BatchMeta, ...],
+    layout: CacheLayout,
+    mesh: Mesh | None,
+    rotary_positions: Int[Array, " T"] | Int[Array, "3 T"] | None = None,
+    *,
+    only_stores: bool,
 ) -> list[LayerContext]:
     """Returns the context of each layer, but for its pool and its own input; the arguments are those of `forward`."""
     ropes = dict.fromkeys(kind.rope for kind in config.layers if kind.rope is not None)
-    made = [rotary_table(rope, batches[0].positions, config.max_model_len) for rope in ropes]
+    positions = batches[0].positions if rotary_positions is None else rotary_positions
+    made = [rotary_table(rope, positions, config.max_model_len) for rope in ropes]
     # Left alone, XLA computes cosines and sines anew in every rotation, for each head.
     tables = dict(zip(ropes, lax.optimization_barrier(made), strict=True))
     return [

@@ -30,6 +30,7 @@ _DEFAULT_THETA = 10000.0
 # Keys that the object of any type may hold (the trained length is read by some types only), and each type's own.
 _SHARED_KEYS = frozenset(
     {"type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"}
+    | {"mrope_section", "mrope_interleaved"}  # of models that read images
 )
 _TYPE_KEYS: dict[str, set[str]] = {
     "default": set(),
@@ -42,17 +43,13 @@ _TYPE_KEYS: dict[str, set[str]] = {
 }
 
 
-# Of models that read images: a token of an image has three positions, and those of a text's token are one.
-_IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
-
-
 def rope_parameters(config: HFConfig) -> dict[str, object]:
-    """Returns the rope object of a file in either form, completed by the keys beside it, for texts.
+    """Returns the rope object of a file in either form, completed by the keys beside it.
 
     As in the reference implementation, a non-empty `rope_scaling` takes the place of `rope_parameters`.
     """
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
-    parameters = {key: value for key, value in (old or new).items() if key not in _IMAGE_KEYS}
+    parameters = dict(old or new)
     for key in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(key) is None:
             parameters[key] = config.get(key)
@@ -82,7 +79,21 @@ def parse_rope(
     if theta <= 1.0:
         raise ConfigError(f"must be above 1, not {theta}", field="rope_theta", value=theta)
     scaling = _parse_scaling(parameters, kind, rotary_dim, max_position_embeddings)
-    return RopeConfig(rotary_dim=rotary_dim, theta=theta, scaling=scaling)
+    return RopeConfig(rotary_dim=rotary_dim, theta=theta, scaling=scaling, sections=_read_sections(parameters))
+
+
+def _read_sections(parameters: Mapping[str, object]) -> tuple[int, int, int] | None:
+    """Returns how many frequencies rotate by each of an image's three positions; None where they do not take turns.
+
+    Texts need none of it, and models where frequencies lie in blocks are served as text.
+    """
+    given = parameters.get("mrope_section")
+    if given is None or not parameters.get("mrope_interleaved"):
+        return None
+    if not isinstance(given, list | tuple) or len(given) != 3:
+        raise ConfigError(f"must be three numbers, not {shorten(given)}", field="mrope_section", value=given)
+    frames, rows, columns = (check_integer("mrope_section", size) for size in given)
+    return frames, rows, columns
 
 
 def _rope_type(parameters: Mapping[str, object]) -> str:

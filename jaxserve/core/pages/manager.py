@@ -11,6 +11,7 @@ from jaxserve.core.pages.host_tier import FailedCopies, HostTier, PageCopy
 from jaxserve.core.pages.pool import NULL_PAGE, PagePool
 from jaxserve.core.pages.prefix import extend_keys
 from jaxserve.core.pages.states import SequenceStates, Snapshots
+from jaxserve.media.items import MediaSpan
 
 CHUNK_EDGE = 32  # tokens; chunks start at its multiples, so kernels never read-modify-write a tile
 
@@ -38,10 +39,11 @@ class SequencePages:
     tokens left the group's window.
     """
 
-    salt: str
+    salt: str  # sequences with different salts share no pages
     page_ids: tuple[list[int], ...]
     is_cached: bool = True  # uses the prefix index, for lookup and publication
     num_sharable: int = 2**62  # leading tokens whose pages may be in the prefix index
+    images: TokenIds[MediaSpan] = ()  # of the prompt
     keys: list[bytes] = field(default_factory=list)  # content keys of the leading full pages; kept through preemption
     num_reserved_tokens: int = 0  # the capacity of the pages
     num_published: int = 0  # leading pages offered to the prefix index
@@ -50,6 +52,11 @@ class SequencePages:
     awaited_load: int = 0  # number of the last load that it waits for
     num_loaded_tokens: int = 0  # of the prefix; they came from the host for this sequence or while it waited
     states: SequenceStates = field(default_factory=SequenceStates)  # of models with recurrent states
+
+    def extend_keys(self, token_ids: TokenIds[int], num_pages: int, page_size: int) -> None:
+        """Makes the keys of the first `num_pages` pages, which are full of `token_ids`."""
+        sizes = {"page_size": page_size, "num_pages": num_pages}
+        extend_keys(self.keys, token_ids, **sizes, salt=self.salt, images=self.images)
 
 
 class PageManager:
@@ -86,17 +93,18 @@ class PageManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._hit_grid = math.lcm(page_size, hit_grid) // page_size  # pages
 
-    def new_sequence(self, salt: str, *, cache: bool | None = None, num_sharable: int = 2**62) -> SequencePages:
-        """Returns the empty page list of a new sequence.
-
-        Args:
-            salt: sequences with different salts share no pages.
-            cache: whether the sequence uses the prefix index; None: `enable_prefix_caching`.
-            num_sharable: leading tokens whose pages may be looked up and published.
-        """
+    def new_sequence(
+        self,
+        salt: str,
+        *,
+        cache: bool | None = None,
+        num_sharable: int = 2**62,
+        images: TokenIds[MediaSpan] = (),
+    ) -> SequencePages:
+        """Returns the empty page list of a new sequence; see `SequencePages`. `cache`: whether it `is_cached`."""
         is_cached = self.enable_prefix_caching if cache is None else cache
         page_ids: tuple[list[int], ...] = tuple([] for _ in self.groups)
-        return SequencePages(salt, page_ids, is_cached, num_sharable, num_trimmed=[0] * len(self.groups))
+        return SequencePages(salt, page_ids, is_cached, num_sharable, images, num_trimmed=[0] * len(self.groups))
 
     def first_unfit_group(self, num_tokens: int) -> tuple[int, int] | None:
         """Returns (pages needed, pages in the pool) of the first group too small for `num_tokens`; None: all fit."""
@@ -211,7 +219,7 @@ class PageManager:
     def publish(self, pages: SequencePages, token_ids: TokenIds[int], num_computed: int) -> None:
         """Puts the pages that are full after `num_computed` committed tokens into the prefix index."""
         num_full = min(num_computed, pages.num_sharable) // self.page_size
-        self._extend_keys(pages, token_ids, num_full)
+        pages.extend_keys(token_ids, num_full, self.page_size)
         for index in range(pages.num_published, num_full):
             key = pages.keys[index]
             for g, entries in enumerate(pages.page_ids):
@@ -273,9 +281,6 @@ class PageManager:
                 entries[start:stop] = [NULL_PAGE] * (stop - start)
                 pages.num_trimmed[g] = stop
 
-    def _extend_keys(self, pages: SequencePages, token_ids: TokenIds[int], num_pages: int) -> None:
-        extend_keys(pages.keys, token_ids, page_size=self.page_size, num_pages=num_pages, salt=pages.salt)
-
     def _match(self, pages: SequencePages, token_ids: TokenIds[int]) -> int:
         """Returns the length in pages of the longest usable prefix, and notes the snapshot at its end."""
         matches = self._list_matches(pages, token_ids)
@@ -289,7 +294,7 @@ class PageManager:
         A group has them if the pages visible to the next query are cached.
         """
         limit = max(0, min(len(token_ids) - 1, pages.num_sharable)) // self.page_size
-        self._extend_keys(pages, token_ids, limit)
+        pages.extend_keys(token_ids, limit, self.page_size)
         runs = []  # runs[g][n]: cached pages directly before page n in group g, in either tier
         for g, pool in enumerate(self.pools):
             run = [0]

@@ -117,12 +117,14 @@ class BucketTable:
         """The mixed bucket that a short prompt uses."""
         return replace(self._mixed[0], adapters=self._adapters[0])
 
-    def find(self, num_tokens: int, num_rows: int, width: int = 1, adapters: int = 0) -> Bucket:
-        """Returns the smallest bucket that holds a step; MissingProgramError if none does.
+    def find(
+        self, num_tokens: int, num_rows: int, width: int = 1, adapters: int = 0, *, is_mixed: bool = False
+    ) -> Bucket:
+        """Returns the smallest bucket that holds a step, a mixed one if it must be; MissingProgramError if none does.
 
         Without verify buckets, a step of rows of several tokens is a loop, which runs a decode bucket `width` times.
         """
-        bucket = self._find(num_tokens, num_rows, width)
+        bucket = self._find(max(num_tokens, num_rows + is_mixed), num_rows, width)
         if adapters > self._adapters[-1]:
             raise MissingProgramError(f"no program for adapters in {adapters} slots; the most are {self._adapters[-1]}")
         count = self._adapters[bisect_left(self._adapters, adapters)]

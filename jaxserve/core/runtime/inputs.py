@@ -17,10 +17,11 @@ import numpy as np
 from jaxserve.core.pages.manager import CHUNK_EDGE
 from jaxserve.core.runtime.buckets import Bucket
 from jaxserve.core.runtime.rows import NUM_SAMPLING_FIELDS, RowMirror, SampleVariant
-from jaxserve.core.scheduler.step_plan import StepPlan
+from jaxserve.core.scheduler.step_plan import ChunkImages, StepPlan
+from jaxserve.request import FIRST_IMAGE_ROW
 
 KEEP = -1  # in `starts`: `num_computed` stays
-ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, or its next draft
+ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, or its next draft; below: a row of images (request.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class StateShape:
     max_drafts: int = 0  # K, of a row; 0: no step verifies any
     max_state_copies: int = 0  # C, between rows and snapshots of recurrent states; 0: there are no snapshots
     max_pending: int = 0  # tokens of a verify step that recurrent states follow behind it; 0: there are none
+    has_image_positions: bool = False  # whether tokens of images have three rotary positions
 
     @property
     def padding_row(self) -> int:
@@ -56,6 +58,7 @@ class StepInputs(NamedTuple):
     copy_targets: Any  # [C]
     copy_ends: Any  # [2] of the copies before the forward pass, and of all; [0] if C is 0
     copy_points: Any  # [C] tokens that the row of a copy behind the pass must have then; [0] if the host knows
+    rotary_shifts: Any  # [3 * T] added to the rotary positions; [0] without images, or if all chunks are of one token
     sampling: Any  # [S, NUM_SAMPLING_FIELDS] bits, see rows.py
 
 
@@ -78,6 +81,7 @@ class InputLayout:
             copy_targets=state.max_state_copies,
             copy_ends=2 if state.max_state_copies else 0,
             copy_points=state.max_state_copies if state.max_pending else 0,
+            rotary_shifts=3 * tokens if state.has_image_positions and bucket.is_mixed else 0,
             sampling=rows * NUM_SAMPLING_FIELDS,
         )
         self.bucket, self.state = bucket, state
@@ -188,5 +192,15 @@ def _pack_chunks(plan: StepPlan, views: StepInputs) -> None:
         views.is_sampled[index] = chunk.is_last
         views.continues[index] = chunk.row not in new_rows
         views.token_ids[at : at + len(chunk.token_ids)] = chunk.token_ids
+        if chunk.images is not None:
+            _pack_images(chunk.images, views, at)
         at += len(chunk.token_ids)
         views.query_start_loc[index + 1] = at
+
+
+def _pack_images(images: ChunkImages, views: StepInputs, at: int) -> None:
+    """Packs the images of a chunk whose first token is `at`."""
+    views.token_ids[at + np.array(images.places, np.intp)] = FIRST_IMAGE_ROW - np.array(images.rows, np.int32)
+    if images.shifts:
+        shifts = np.array(images.shifts, np.int32).reshape(3, -1)
+        views.rotary_shifts.reshape(3, -1)[:, at : at + shifts.shape[1]] = shifts

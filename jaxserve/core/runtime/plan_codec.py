@@ -66,9 +66,11 @@ def describe_fields(kind: Any = StepPlan) -> dict[str, list[str]]:
 
 
 def encode_object(value: object) -> Any:
-    """Returns what JSON writes for a dataclass: its fields that differ from their defaults; or for an enum."""
+    """Returns what JSON writes for a dataclass: its fields that differ from their defaults; or for an enum or bytes."""
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     if not dataclasses.is_dataclass(value):
         raise TypeError(f"{type(value).__name__} has no form in JSON")
     return {name: each for name, default in _list_fields(type(value)) if (each := getattr(value, name)) != default}
@@ -98,6 +100,8 @@ def _find_reader(hint: Any) -> Callable[[Any], Any]:
         return _read_params
     if hint in (int, bool, str):
         return functools.partial(_require, hint)
+    if hint is bytes:
+        return lambda value: base64.b64decode(_require(str, value), validate=True)
     if dataclasses.is_dataclass(hint):
         return lambda value: hint(**_read_fields(hint, value))  # type: ignore[operator]
     parts = get_args(hint)

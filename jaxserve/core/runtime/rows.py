@@ -41,6 +41,7 @@ COLUMNS = (
     Column("has_extra", np.int32, lambda row: row.params.extra_args is not None),
     Column("max_num_tokens", np.int32, lambda row: row.max_num_tokens),
     Column("adapter", np.int32, lambda row: row.adapter),
+    Column("rope_delta", np.int32, lambda row: row.rope_delta),
     Column("temperature", np.float32, lambda row: row.params.temperature),
     Column("top_p", np.float32, lambda row: row.params.top_p),
     Column("min_p", np.float32, lambda row: row.params.min_p),

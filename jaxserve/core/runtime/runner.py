@@ -207,7 +207,8 @@ class ModelRunner:
 
     def start(self, plan: StepPlan) -> StartedStep | DispatchedStep:
         """Dispatches the forward pass of a step, or a loop; MissingProgramError if no program holds it."""
-        bucket = self._buckets.find(plan.num_tokens, plan.num_rows, plan.width, plan.adapters)
+        sizes = plan.num_tokens, plan.num_rows, plan.width, plan.adapters
+        bucket = self._buckets.find(*sizes, is_mixed=plan.has_images)
         is_loop = bucket.width < plan.width
         for new_row in plan.new_rows:
             if new_row.history is not None:

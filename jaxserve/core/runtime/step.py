@@ -38,6 +38,7 @@ from jaxserve.core.sampling import (
     gather_logprobs,
     gather_prompt_logprobs,
 )
+from pallas_kernels.spec import BatchMeta
 
 
 def forward(
@@ -97,6 +98,7 @@ def run_forward(
     if model.config.states:
         lengths = jnp.diff(inputs.query_start_loc)
         slots = choose_slots(inputs.row_ids, seq_lens, lengths, num_rows - 1, leaves_pending=bucket.width > 1)
+    rotary_positions = _find_rotary_positions(inputs, batches[0], layout) if layout.state.has_image_positions else None
     changed = params
     for feature, own in zip(model.features, feature_params, strict=True):
         changed = feature.precede_forward(own, changed, inputs, bucket)
@@ -110,6 +112,7 @@ def run_forward(
         layout=model.layout,
         mesh=model.mesh,
         slots=slots,
+        rotary_positions=rotary_positions,
         aux_layers=model.aux_layers,
     )
     ends = jnp.maximum(inputs.query_start_loc[1:] - 1, 0)
@@ -227,6 +230,15 @@ def _advance(rows: RowState, inputs: StepInputs) -> tuple[RowState, Int[Array, "
     computed = jnp.where(inputs.starts == KEEP, rows.num_computed[inputs.row_ids], inputs.starts)
     seq_lens = computed + jnp.diff(inputs.query_start_loc)
     return replace(rows, num_computed=rows.num_computed.at[inputs.row_ids].set(seq_lens)), seq_lens
+
+
+def _find_rotary_positions(
+    inputs: StepInputs, batch: BatchMeta, layout: InputLayout
+) -> Int[Array, " T"] | Int[Array, "3 T"]:
+    """Returns the rotary positions of a step: one of each token, or three where images may be computed."""
+    deltas = inputs.sampling[:, SAMPLING_FIELDS.index("rope_delta")]
+    positions = batch.positions + deltas[batch.token_rows]
+    return positions + inputs.rotary_shifts.reshape(3, -1) if layout.bucket.is_mixed else positions
 
 
 def _token_ids(rows: RowState, inputs: StepInputs, bucket: Bucket) -> Int[Array, " T"]:

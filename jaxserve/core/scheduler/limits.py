@@ -30,6 +30,9 @@ class SchedulerLimits:
     reads_whole: bool = False  # each prompt is computed in one step, and nothing follows it
     generates: bool = True  # False: requests are for embeddings
     num_adapters: int = 0  # slots of adapters on the device
+    max_image_rows: int = 0  # vectors of images that the device holds
+    max_num_batched_patches: int = 0  # of the images whose vectors a step computes
+    max_step_images: int = 0  # and how many they may be
     keeps_states: bool = False  # rows have a recurrent state: no token is computed twice
     # Tokens; a chunk that leaves some ends on a multiple of the first, or, if the budget reaches none, of a second.
     chunk_edges: tuple[int, ...] = (CHUNK_EDGE,)

@@ -10,7 +10,16 @@ from typing import NamedTuple
 from jaxserve.core.pages.host_tier import PageCopy
 from jaxserve.core.pages.manager import PageUpdate
 from jaxserve.core.scheduler.sequence import Sequence
-from jaxserve.core.scheduler.step_plan import ChunkWork, FinishedAnswer, NewRow, StateCopy, StateSave, StepPlan
+from jaxserve.core.scheduler.step_plan import (
+    ChunkImages,
+    ChunkWork,
+    FinishedAnswer,
+    ImageWrite,
+    NewRow,
+    StateCopy,
+    StateSave,
+    StepPlan,
+)
 
 
 class StepKind(NamedTuple):
@@ -44,13 +53,13 @@ class PlanBuilder:
     def is_empty(self) -> bool:
         return not self.decoding and not self.chunks
 
-    def add_chunk(self, sequence: Sequence, start: int, end: int) -> ChunkWork:
+    def add_chunk(self, sequence: Sequence, start: int, end: int, images: ChunkImages | None = None) -> ChunkWork:
         """Adds tokens [start, end) of a sequence, in place of its shorter chunk, and takes them from the budget."""
         row, ids = sequence.row, sequence.token_ids
         before = self.chunks.get(row)
         self.budget -= end - (start if before is None else before.end)
         next_token = ids[end] if end < len(ids) else 0
-        chunk = ChunkWork(row, sequence.ticket, start, tuple(ids[start:end]), end == len(ids), next_token)
+        chunk = ChunkWork(row, sequence.ticket, start, tuple(ids[start:end]), end == len(ids), next_token, images)
         self.chunks[row], self.work[row] = chunk, len(ids) - start
         return chunk
 
@@ -85,6 +94,7 @@ class PlanBuilder:
         finished_answers: tuple[FinishedAnswer, ...] = (),
         adapters: int = 0,
         adapter_writes: tuple[tuple[int, int], ...] = (),
+        image_writes: tuple[ImageWrite, ...] = (),
     ) -> StepPlan:
         """Returns the finished plan, with the saves and loads of `copies`; the others are fields of `StepPlan`."""
         return StepPlan(
@@ -103,4 +113,5 @@ class PlanBuilder:
             state_saves=state_saves,
             adapters=adapters,
             adapter_writes=adapter_writes,
+            image_writes=image_writes,
         )

@@ -14,6 +14,7 @@ from operator import add
 from jaxserve.core.pages.manager import PageManager
 from jaxserve.core.scheduler.adapter_slots import AdapterSlots
 from jaxserve.core.scheduler.fairness import TurnOrder
+from jaxserve.core.scheduler.image_rows import ImageRows, locate_images
 from jaxserve.core.scheduler.limits import SchedulerLimits
 from jaxserve.core.scheduler.plan_builder import PlanBuilder, StepKind
 from jaxserve.core.scheduler.policy import (
@@ -54,6 +55,7 @@ class Planner:
         waiting: WaitingQueue,
         batch: Batch,
         adapters: AdapterSlots,
+        images: ImageRows,
         queue_admission: QueueAdmission,
         turns: TurnOrder,
         times: StepTimes,
@@ -64,7 +66,7 @@ class Planner:
         self.limits = limits
         self._pages = pages
         self._waiting, self._batch, self._queue_admission = waiting, batch, queue_admission
-        self._adapters = adapters
+        self._adapters, self._images = adapters, images
         self._turns, self._times, self._widths, self._counts = turns, times, widths, counts
         self._clock = clock
         self._steps = itertools.count()
@@ -123,6 +125,7 @@ class Planner:
             self._batch.take_finished(),
             adapters=self._adapters.highest,
             adapter_writes=self._adapters.take_writes(),
+            image_writes=self._images.take_writes(),
         )
 
     def requeue_running(self) -> None:
@@ -172,10 +175,15 @@ class Planner:
 
     def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence) -> None:
         start = sequence.num_computed_tokens
-        length = choose_share(self.limits, builder, sequence)
+        length = self._fit_images(builder, sequence, start, choose_share(self.limits, builder, sequence))
         end = start + length
         if length and self._reserve(builder, sequence, self._count_chunk(sequence, end)):
             self._add_chunk(builder, sequence, start, end)
+
+    def _fit_images(self, builder: PlanBuilder, sequence: Sequence, start: int, length: int) -> int:
+        """Returns how many of `length` tokens can be computed with the images that the device holds by then."""
+        room = self._images.find_end(sequence, start, start + length) - start
+        return length if room == length else choose_chunk(self.limits, start, length, room, builder.kind.lengths)
 
     def _count_chunk(self, sequence: Sequence, end: int) -> int:
         """Returns how many tokens must have room for a chunk."""
@@ -189,7 +197,8 @@ class Planner:
             left = count_work(self.limits, sequence, start) - (done - start)
             if chunk is None and not choose_share(self.limits, builder, sequence):
                 continue
-            end = done + choose_chunk(self.limits, done, left, builder.budget, builder.kind.lengths)
+            more = choose_chunk(self.limits, done, left, builder.budget, builder.kind.lengths)
+            end = done + self._fit_images(builder, sequence, done, more)
             if end == done or end - start not in builder.kind.lengths:
                 continue
             if (updates := self._pages.reserve(sequence.pages, start, self._count_chunk(sequence, end))) is not None:
@@ -197,7 +206,7 @@ class Planner:
                 self._add_chunk(builder, sequence, start, end)
 
     def _add_chunk(self, builder: PlanBuilder, sequence: Sequence, start: int, end: int) -> None:
-        chunk = builder.add_chunk(sequence, start, end)
+        chunk = builder.add_chunk(sequence, start, end, locate_images(self._images, sequence, start, end))
         self._turns.charge_prompt(sequence, chunk)
         sequence.num_computed_tokens = end
         if chunk.is_last:
@@ -225,7 +234,8 @@ class Planner:
             has_room = self._queue_admission.has_pages = pages.has_room(map(add, promised, missing))
             if has_room and pages.load_prefix(sequence.pages):
                 continue  # it waits, and those behind it go first
-            if length == 0 or not has_room or len(updates) > builder.prefix_updates:
+            fits = length and has_room and len(updates) <= builder.prefix_updates
+            if not fits or not self._fit_images(builder, sequence, num_cached, length):
                 pages.release(sequence.pages)
                 return
             self._waiting.remove(sequence)

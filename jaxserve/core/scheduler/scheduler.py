@@ -10,6 +10,7 @@ from jaxserve.core.pages.manager import PageManager
 from jaxserve.core.scheduler.adapter_slots import AdapterSlots
 from jaxserve.core.scheduler.committer import Commit, Committer
 from jaxserve.core.scheduler.fairness import ArrivalOrder, FairOrder, TurnOrder
+from jaxserve.core.scheduler.image_rows import ImageRows
 from jaxserve.core.scheduler.limits import SchedulerLimits
 from jaxserve.core.scheduler.planner import Planner
 from jaxserve.core.scheduler.queue_admission import QueueAdmission
@@ -58,7 +59,9 @@ class Scheduler:
         self.queue_admission = QueueAdmission(limits, self.waiting, self.batch, clock)
         self.counts = SchedulerCounts()
         policies = self.queue_admission, self.turns, self.times, self.widths, self.counts
-        self.planner = Planner(limits, pages, self.waiting, self.batch, self.adapters, *policies, clock)
+        self.images = ImageRows(limits, self.batch)
+        held = self.waiting, self.batch, self.adapters, self.images
+        self.planner = Planner(limits, pages, *held, *policies, clock)
         self._unfinished = UnfinishedRequests(limits, pages, self.waiting, self.batch)
         self._committer = Committer(pages, self.waiting, self.batch, self._unfinished, self.widths, self.counts)
 
@@ -141,4 +144,5 @@ class Scheduler:
         """
         self.planner.requeue_running()
         self.adapters.forget()
+        self.images.forget()
         self.pages.abandon_copies()

@@ -101,6 +101,7 @@ class Sequence:
             tuple(self.token_ids) if has_lookups else (),
             request.salt if has_lookups else "",
             adapter,
+            0 if request.images is None else request.images.rope_delta,
         )
 
     def _make_history(self) -> RowHistory | None:

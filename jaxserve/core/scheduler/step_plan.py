@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from jaxserve.core.pages.host_tier import PageCopy
+from jaxserve.media.items import MediaItem
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.token_automaton import TokenAutomaton
 
@@ -49,6 +50,7 @@ class NewRow:
     token_ids: tuple[int, ...] = ()  # prompt and output so far; only if drafts are looked up in them
     cache_salt: str = ""  # whose finished answers its drafts may come from
     adapter: int = 0  # the slot of its adapter, from 1 on; 0: none
+    rope_delta: int = 0  # added to the rotary positions of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,23 @@ class FinishedAnswer:
 
     token_ids: tuple[int, ...]
     cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkImages:
+    """What a chunk's program must know of images, where any lies in the chunk or behind it."""
+
+    places: tuple[int, ...]  # of placeholders, from the chunk's first token on
+    rows: tuple[int, ...]  # where the vector of each is on the device
+    shifts: tuple[int, ...] = ()  # [3, tokens of the chunk] flat, see `PromptImages`
+
+
+@dataclass(frozen=True, slots=True)
+class ImageWrite:
+    """An image whose vectors are computed before a step's forward pass."""
+
+    item: MediaItem
+    rows: tuple[int, ...]  # one for each vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,7 @@ class ChunkWork:
     token_ids: tuple[int, ...]
     is_last: bool  # whether it reaches the row's last token, so that the next one is sampled
     next_token: int = 0  # the known token after the chunk, the target of its last position; 0 if there is none
+    images: ChunkImages | None = None
 
     @property
     def end(self) -> int:
@@ -116,7 +136,7 @@ class StepPlan:
     the forward pass. Loads start with the step; their pages are written before the first step that is planned after
     this one was committed. A step may have copies and no rows. Of recurrent states, a row gets that of a snapshot
     before the forward pass, and a snapshot that of a row behind it, if the row then has the wanted number of tokens, or
-    a verify step passes that. Adapters are written before the forward pass.
+    a verify step passes that. Adapters and vectors of images are written before the forward pass.
     """
 
     step_id: int
@@ -134,6 +154,7 @@ class StepPlan:
     state_saves: tuple[StateSave, ...] = ()
     adapters: int = 0  # the highest slot of an adapter that a running row has; 0: none has one
     adapter_writes: tuple[tuple[int, int], ...] = ()  # (slot, generation) of adapters that the rows need
+    image_writes: tuple[ImageWrite, ...] = ()
     is_masked: bool = False  # a mask follows before the rows are sampled; only the engine knows
 
     @property
@@ -144,6 +165,11 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         return len(self.decode_rows) + len(self.chunks)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a chunk needs a program that reads images."""
+        return any(chunk.images is not None for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:

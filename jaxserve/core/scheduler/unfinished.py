@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from jaxserve.core.pages.manager import PageManager
 from jaxserve.core.scheduler.limits import SchedulerLimits
@@ -92,9 +93,10 @@ class UnfinishedRequests:
         cache = True if shares_alone else None
         # Decoding writes other bits than the chunks of a prompt.
         num_sharable = num_prompt if self._limits.options.deterministic else most
+        options: dict[str, Any] = {"cache": cache, "num_sharable": num_sharable}
+        options["images"] = () if request.images is None else request.images.spans
         sequences = [
-            Sequence(request, pages.new_sequence(salt, cache=cache, num_sharable=num_sharable), most, index=index)
-            for index in range(count)
+            Sequence(request, pages.new_sequence(salt, **options), most, index=index) for index in range(count)
         ]
         sequences[0].siblings = sequences[1:]
         return sequences

@@ -110,7 +110,7 @@ class TierMachine(RuleBasedStateMachine):
         writes = []
         for g, index, page in updates:
             is_full = index < len(run.tokens) // PAGE
-            manager._extend_keys(pages, run.tokens, len(run.tokens) // PAGE)
+            pages.extend_keys(run.tokens, len(run.tokens) // PAGE, PAGE)
             writes.append((g, page, pages.keys[index] if is_full else None))
         self.running.append(run)
         self.new.append((run, writes))

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from jaxserve.core.runtime import plan_codec
 from jaxserve.core.runtime.plan_codec import MaskDecoder, MaskEncoder, PlanDecoder, PlanEncoder, encode_object
-from jaxserve.core.scheduler.step_plan import ChunkWork, FinishedAnswer, NewRow, RowHistory, StepPlan
+from jaxserve.core.scheduler.step_plan import (
+    ChunkImages,
+    ChunkWork,
+    FinishedAnswer,
+    ImageWrite,
+    NewRow,
+    RowHistory,
+    StepPlan,
+)
+from jaxserve.media.items import MediaItem
 from jaxserve.sampling_params import OutputKind, SamplingParams
 from jaxserve.structured_params import StructuredOutputsParams
 from jaxserve.token_automaton import TokenAutomaton
@@ -89,7 +98,8 @@ def find_values(hint: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(find_values, parts))
     if type(None) in parts:
         return maybe(find_values(parts[0]))
-    return {int: st.integers(-(2**64), 2**64), bool: st.booleans(), str: st.text(max_size=3)}[hint]
+    numbers = {int: st.integers(-(2**64), 2**64), bool: st.booleans()}
+    return {**numbers, str: st.text(max_size=3), bytes: st.binary(max_size=3)}[hint]
 
 
 PLANS = find_values(StepPlan)
@@ -151,21 +161,29 @@ ROW = NewRow(
     token_ids=(8,),
     cache_salt="s",
     adapter=3,
+    rope_delta=-4,
 )
 
 
 def test_the_fields_of_every_part_are_there() -> None:
     """None of these values is a default, so each must be written."""
-    plan = dataclasses.replace(EMPTY, step_id=7, new_rows=(ROW,), chunks=(ChunkWork(1, 2, 3, (4, 5), True, 6),))
+    images = ChunkImages((0,), (8,), (1, 2))
+    chunk = ChunkWork(1, 2, 3, (4, 5), True, 6, images)
+    write = ImageWrite(MediaItem(b"d", b"p", (1, 2, 2), 1), (8,))
+    plan = dataclasses.replace(EMPTY, step_id=7, new_rows=(ROW,), chunks=(chunk,), image_writes=(write,))
     written = json.loads(json.dumps(PlanEncoder().encode(plan), default=encode_object))
     assert written.keys() == {f.name for f in dataclasses.fields(StepPlan)}
     for kind, found in (
         (ChunkWork, written["chunks"][0]),
+        (ChunkImages, written["chunks"][0]["images"]),
+        (ImageWrite, written["image_writes"][0]),
+        (MediaItem, written["image_writes"][0]["item"]),
         (NewRow, written["new_rows"][0]),
         (RowHistory, written["new_rows"][0]["history"]),
         (TokenAutomaton, written["new_rows"][0]["history"]["automaton"]),
     ):
         assert found.keys() == {f.name for f in dataclasses.fields(kind)}
+    assert send([plan]) == [plan]
     assert list((send([plan])[0].new_rows[0].params.extra_args or {}).items()) == [("b", 1.0), ("a", 2.0)], "in order"
 
 
@@ -173,8 +191,11 @@ def test_fields_are_described_with_their_types() -> None:
     found = plan_codec.describe_fields()
     kinds = (
         StepPlan,
+        ChunkImages,
         ChunkWork,
         FinishedAnswer,
+        ImageWrite,
+        MediaItem,
         NewRow,
         RowHistory,
         SamplingParams,

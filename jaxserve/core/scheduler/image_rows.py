@@ -1,0 +1,113 @@
+"""The rows of the device's pool of image vectors: which image each row belongs to, and which chunks read which rows."""
+
+from __future__ import annotations
+
+from jaxserve.core.scheduler.limits import SchedulerLimits
+from jaxserve.core.scheduler.running import Batch
+from jaxserve.core.scheduler.sequence import Sequence
+from jaxserve.core.scheduler.step_plan import ChunkImages, ImageWrite
+from jaxserve.media.items import MediaItem
+
+
+class ImageRows:
+    """The rows, and the images that have some, by digest.
+
+    Images stay until others need their rows, so one that comes again is not computed again. A row can be written anew
+    once the last chunk that reads it is planned, as the device keeps the order of calls. So only two kinds of images
+    stay for certain: those of the step that is planned, and those that a running sequence has computed in part.
+    """
+
+    def __init__(self, limits: SchedulerLimits, batch: Batch) -> None:
+        self._limits, self._batch = limits, batch
+        self.num_hits = 0  # images that had rows when their first token was computed
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all images: the device has lost them."""
+        self._free = list(range(self._limits.max_image_rows))
+        self._rows: dict[bytes, tuple[int, ...]] = {}  # by digest, least recently used first
+        self._writes: list[ImageWrite] = []  # since the last plan
+        self._used: set[bytes] = set()  # by the step that is planned
+
+    def find_end(self, sequence: Sequence, start: int, end: int) -> int:
+        """Returns where tokens from `start` on must end, at most `end`.
+
+        This is in front of the first image that has no rows and cannot get any in this step. The others have them from
+        now on.
+        """
+        images = sequence.request.images
+        if images is None:
+            return end
+        for item, span in zip(images.items, images.spans, strict=True):
+            if span.start < end and span.end > start and not self._hold(item, begins=span.start >= start):
+                return max(start, span.start)
+        return end
+
+    def find_rows(self, item: MediaItem) -> tuple[int, ...]:
+        """Returns the rows of an image for which `find_end` found some."""
+        return self._rows[item.digest]
+
+    def take_writes(self) -> tuple[ImageWrite, ...]:
+        """Returns the images that the planned step computes; the next one has room for others."""
+        writes = tuple(self._writes)
+        self._writes.clear()
+        self._used.clear()
+        return writes
+
+    def _hold(self, item: MediaItem, *, begins: bool) -> bool:
+        """Whether an image has rows, perhaps after others have lost theirs; `begins`: its first token is wanted."""
+        rows = self._rows.pop(item.digest, None)
+        if rows is not None:
+            self.num_hits += begins and item.digest not in self._used
+        elif self._has_time(item) and self._make_room(item.num_tokens):
+            rows = tuple([self._free.pop() for _ in range(item.num_tokens)])
+            self._writes.append(ImageWrite(item, rows))
+        else:
+            return False
+        self._rows[item.digest] = rows
+        self._used.add(item.digest)
+        return True
+
+    def _has_time(self, item: MediaItem) -> bool:
+        """Whether this step can compute one more image."""
+        patches = item.num_patches + sum([write.item.num_patches for write in self._writes])
+        return patches <= self._limits.max_num_batched_patches and len(self._writes) < self._limits.max_step_images
+
+    def _make_room(self, count: int) -> bool:
+        """Whether so many rows are free, once images that need not stay have lost theirs."""
+        if len(self._free) < count:
+            kept = self._used | self._list_started()
+            for digest in [each for each in self._rows if each not in kept]:
+                self._free += self._rows.pop(digest)
+                if len(self._free) >= count:
+                    break
+        return len(self._free) >= count
+
+    def _list_started(self) -> set[bytes]:
+        """Returns the images of which running sequences have computed a part."""
+        return {
+            span.digest
+            for sequence in self._batch.prefilling
+            if sequence.request.images is not None
+            for span in sequence.request.images.spans
+            if span.start < sequence.num_computed_tokens < span.end
+        }
+
+
+def locate_images(held: ImageRows, sequence: Sequence, start: int, end: int) -> ChunkImages | None:
+    """Returns what the program of tokens [start, end) must know of images; None where it needs nothing."""
+    images = sequence.request.images
+    if images is None or start >= images.spans[-1].end:
+        return None
+    first, last = images.places.searchsorted((start, end)).tolist()
+    rows: list[int] = []
+    behind = 0
+    for item in images.items:
+        before, behind = behind, behind + item.num_tokens
+        if before < last and behind > first:
+            rows += held.find_rows(item)[max(first - before, 0) : last - before]
+    shifts: tuple[int, ...] = ()
+    if images.shifts is not None:
+        moved = images.shifts[:, start:end]
+        shifts = tuple([number for axis in moved.tolist() for number in (*axis, *[0] * (end - start - len(axis)))])
+    return ChunkImages(tuple((images.places[first:last] - start).tolist()), tuple(rows), shifts)
