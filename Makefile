@@ -200,6 +200,7 @@ goldens: reference-env
 	.venv-reference/bin/python scripts/make_reference_goldens.py
 	.venv-reference/bin/python scripts/make_encoder_goldens.py
 	.venv-reference/bin/python scripts/make_image_goldens.py
+	.venv-reference/bin/python scripts/make_tower_goldens.py
 
 gguf-goldens: reference-env
 	.venv-reference/bin/pip install $(PIP_FLAGS) 'llama-cpp-python>=0.3.36'  # compiles for minutes

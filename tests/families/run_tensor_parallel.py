@@ -16,6 +16,7 @@ from jaxserve.core.models.decoder import fit_devices
 from jaxserve.core.sharding import make_mesh
 from jaxserve.families.registry import parse_config
 from tests.families.naive import NaiveRunner, build_params, make_tensors, shard_params
+from tests.families.towers import FOLDER, TowerRunner, read_images, read_tower
 from tests.features.speculation.drafters import (
     DRAFT_V,
     HEAD,
@@ -105,6 +106,7 @@ CASES = {
     "latents_of_keys_only_unrolled": (DEEPSEEK | {"q_lora_rank": None}, "unrolled"),
 }
 DRAFTER = "eagle3"
+TOWER = "tower"
 EXPERT_PARALLEL = (
     "whole_experts",
     "whole_experts_unrolled",
@@ -173,11 +175,25 @@ def check_head() -> None:
     assert runners[1].params["lm_head"]["weight"].addressable_shards[0].data.shape[0] * 4 == DRAFT_V
 
 
+def check_tower() -> None:
+    """The tower of images on one device and on two, which share its heads."""
+    name = "qwen3_vl"
+    items, _ = read_images(name)
+    single, meshed = (TowerRunner(read_tower(name), FOLDER / name, mesh=mesh) for mesh in (None, make_mesh(2)))
+    for one, two in zip(single.run(items), meshed.run(items), strict=True):
+        np.testing.assert_allclose(two, one, rtol=0, atol=1e-4 * np.abs(one).max())
+    for leaf, axis in ((meshed.params["layers"][0]["qkv"], -1), (meshed.params["merger"]["down"], -2)):
+        shard = leaf["weight"].addressable_shards[0].data
+        assert shard.shape[axis] * 2 == leaf["weight"].shape[axis]
+
+
 def main() -> None:
     assert jax.device_count() == 4
     for name in sys.argv[1:]:
         if name == DRAFTER:
             check_head()
+        elif name == TOWER:
+            check_tower()
         else:
             check_case(*CASES[name], by_expert=name in EXPERT_PARALLEL)
         print(name, flush=True)

@@ -12,7 +12,7 @@ import pytest
 from jaxserve.core.models.decoder import fit_devices
 from jaxserve.errors import ConfigError
 from jaxserve.families.registry import param_specs, parse_config
-from tests.families.run_tensor_parallel import CASES, DRAFTER
+from tests.families.run_tensor_parallel import CASES, DRAFTER, TOWER
 from tests.programs import QUICK_ENV
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +23,7 @@ QUICK = [  # each way to split weights: the others mix these
     "latents",
     "states_by_key_head",
     DRAFTER,
+    TOWER,
 ]
 
 LLAMA = {

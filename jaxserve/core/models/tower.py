@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.core.layers.context import LayerContext
+from jaxserve.core.layers.rope import RopeConfig
 from jaxserve.core.models.base import DecoderConfig, Table
 from jaxserve.media.items import MediaItem
 from jaxserve.media.processors import ImageProcessor
@@ -20,9 +22,11 @@ from jaxserve.media.prompt import ImageTokens
 class TowerConfig:
     """A tower, complete and hashable: the static argument of its functions.
 
-    `blocks` are its transformer, without causal masks; its embedding and its head are not used. `merge_size`: a square
-    of so many patches on each side is one vector. The outputs of `deep_layers` become vectors, too, which are added
-    behind the text model's first layers, one for each. `positions` is the side of a square table of positions.
+    `blocks` are its transformer, without causal masks; its embedding and its head are not used, and its family is that
+    of the text model. `merge_size`: a square of so many patches on each side is one vector. The outputs of
+    `deep_layers` (ascending) become vectors, too, which are added behind the text model's first layers, one for each.
+    `positions` is the side of a square table of positions. `rope` rotates each half of a head by a coordinate of the
+    patch.
     """
 
     blocks: DecoderConfig
@@ -31,6 +35,7 @@ class TowerConfig:
     merge_size: int
     deep_layers: tuple[int, ...] = ()
     positions: int = 0
+    rope: RopeConfig | None = None
 
     @property
     def num_parts(self) -> int:
@@ -42,10 +47,12 @@ class TowerConfig:
 class Tower:
     """A family's tower: how it is read and computed.
 
-    `processor` is a key of `media.processors.FAMILIES`. `parse` reads config.json for a text model. `tokens` are those
-    by which prompts show an image. `table` returns the parameters under canonical names. `arrange` makes the arrays of
-    a batch of images of its items, by name, each [N, ...] for their N patches in a row. `run` computes these arrays,
-    padded, in a context that has a batch whose rows are the images, a pool for the blocks' pages, and no rotation.
+    `processor` is a key of `media.processors.FAMILIES`. `parse` reads config.json for a text model, whose dtype the
+    tower gets; its errors name keys of `vision_config`. `tokens` are those by which prompts show an image. `table`
+    returns the parameters under canonical names. `arrange` makes the arrays of a batch of images of its items, by name,
+    each [N, ...] for their N patches in a row; `inputs` describes them for N patches, a multiple of those of a vector.
+    `run` computes these arrays, padded, in a context that has a batch whose rows are the images, a pool for the blocks'
+    pages, and no rotation.
     """
 
     processor: str
@@ -53,4 +60,5 @@ class Tower:
     tokens: Callable[[Mapping[str, Any]], ImageTokens]
     table: Callable[[TowerConfig], Table]
     arrange: Callable[[TowerConfig, Sequence[MediaItem]], dict[str, np.ndarray]]
+    inputs: Callable[[TowerConfig, int], dict[str, jax.ShapeDtypeStruct]]
     run: Callable[[TowerConfig, Mapping[str, Any], Mapping[str, Array], LayerContext], Float[Array, "M P D"]]

@@ -1,0 +1,39 @@
+"""The towers of families, and the functions that depend on a tower's family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.core.models.base import DecoderConfig
+from jaxserve.core.models.tower import Tower, TowerConfig
+from jaxserve.errors import ConfigError
+from jaxserve.families import qwen3_vl_tower
+from jaxserve.families.registry import spec_tree
+from jaxserve.media.processors import ImageProcessor
+
+TOWERS: Mapping[str, Tower] = {"qwen3_vl": qwen3_vl_tower.TOWER, "qwen3_vl_moe": qwen3_vl_tower.TOWER}
+"""The towers by the `model_type` of families that read images."""
+
+
+def parse_tower(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor) -> TowerConfig:
+    """Returns the tower of a config.json, whose family must have one, for its text model.
+
+    Raises:
+        ConfigError: a key of `vision_config` is unknown, malformed, or fits neither the text model nor the processor.
+    """
+    try:
+        return TOWERS[text.family].parse(raw, text, processor)
+    except ConfigError as error:
+        message = str(error).removeprefix(f"{error.field}: ")
+        raise ConfigError(message, field=f"vision_config.{error.field}", value=error.value) from error
+
+
+def find_tower(config: TowerConfig) -> Tower:
+    """Returns the functions of a tower."""
+    return TOWERS[config.blocks.family]
+
+
+def tower_param_specs(config: TowerConfig) -> dict[str, Any]:
+    """Returns the tree of ParamSpec, which is the run-time tree, too: `layers` is one dictionary a layer everywhere."""
+    return spec_tree(find_tower(config).table(config), config.blocks.num_layers)

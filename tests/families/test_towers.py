@@ -1,0 +1,185 @@
+"""Towers: the vectors that transformers makes, whatever shares the program, and files that are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxserve.core.runtime.tower import choose_tower_impl, fit_tower
+from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
+from jaxserve.core.weights import make_dummy_params
+from jaxserve.core.weights.tower import load_tower
+from jaxserve.errors import ConfigError, WeightsError
+from jaxserve.families.registry import parse_config
+from jaxserve.families.towers import TOWERS, parse_tower, tower_param_specs
+from jaxserve.media.processors import FAMILIES
+from tests.families.towers import (
+    CASES,
+    FOLDER,
+    TowerRunner,
+    find_processor,
+    read_images,
+    read_raw,
+    read_tower,
+)
+
+TOLERANCE = 1e-4  # of the largest number
+
+
+def check_near(found: list[np.ndarray], expected: Any, share: float = TOLERANCE) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=share * np.abs(other).max())
+
+
+@pytest.fixture(scope="module", params=CASES)
+def runner(request: pytest.FixtureRequest) -> TowerRunner:
+    name = request.param
+    return TowerRunner(read_tower(name), FOLDER / name, impl="cpu")
+
+
+def test_vectors_are_those_of_transformers(runner: TowerRunner) -> None:
+    items, expected = read_images(runner.config.blocks.family)
+    assert runner.config.num_parts == expected[0].shape[1]
+    for item, vectors in zip(items, expected, strict=True):
+        check_near(runner.run([item]), [vectors])
+
+
+def test_images_beside_each_other_are_as_alone(runner: TowerRunner) -> None:
+    items, expected = read_images(runner.config.blocks.family)
+    check_near(runner.run(items), expected)
+    check_near(runner.run(items[::-1]), expected[::-1])
+    check_near(runner.run([items[1]] * 3), [expected[1]] * 3)
+
+
+def test_padding_changes_nothing(runner: TowerRunner) -> None:
+    items, _ = read_images(runner.config.blocks.family)
+    plain = runner.run(items[:3])
+    for seed in range(2):
+        for one, other in zip(runner.run(items[:3], seed=seed), plain, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_is_near(name: str) -> None:
+    items, expected = read_images(name)
+    runner = TowerRunner(read_tower(name, "bfloat16"), FOLDER / name)
+    assert runner.params["layers"][0]["qkv"]["weight"].dtype == "bfloat16"
+    check_near(runner.run(items), expected, 0.06)
+
+
+def test_towers_have_processors_and_families() -> None:
+    for family, tower in TOWERS.items():
+        assert tower.processor in FAMILIES
+        assert read_tower(family).blocks.family == family
+
+
+def test_tokens_of_images() -> None:
+    tokens = TOWERS["qwen3_vl"].tokens(read_raw("qwen3_vl"))
+    assert (tokens.mark, tokens.placeholder, tokens.placeholder_id) == ("<|image_pad|>", "<|image_pad|>", 80)
+    item = read_images("qwen3_vl")[0][0]
+    assert tokens.count(item) == item.num_tokens
+    with pytest.raises(ConfigError, match="image_token_id"):
+        TOWERS["qwen3_vl"].tokens({})
+
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"depth": None}, "depth"),
+    ({"depth": 10**9}, "depth"),
+    ({"num_heads": 5}, "num_heads"),
+    ({"num_heads": 12}, "num_heads"),  # heads of two cannot rotate by halves
+    ({"hidden_act": "prelu"}, "hidden_act"),
+    ({"in_channels": 1}, "in_channels"),
+    ({"patch_size": 8}, "patch_size"),
+    ({"temporal_patch_size": 1}, "temporal_patch_size"),
+    ({"spatial_merge_size": 1}, "spatial_merge_size"),
+    ({"out_hidden_size": 48}, "out_hidden_size"),
+    ({"num_position_embeddings": 60}, "num_position_embeddings"),
+    ({"deepstack_visual_indexes": 1}, "deepstack_visual_indexes"),
+    ({"deepstack_visual_indexes": [3]}, "deepstack_visual_indexes"),
+    ({"deepstack_visual_indexes": [1, 0]}, "deepstack_visual_indexes"),
+    ({"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes"),
+    ({"depth": 8, "deepstack_visual_indexes": [0, 1, 2, 3]}, "deepstack_visual_indexes"),  # the text has three layers
+    ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
+    ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta"),
+    ({"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor"),
+    ({"window_size": 112}, "window_size"),
+]
+
+
+@pytest.mark.parametrize(("keys", "field"), FAULTS, ids=[f"{field}={keys}"[:60] for keys, field in FAULTS])
+def test_faults_of_a_config_are_named(keys: dict[str, Any], field: str) -> None:
+    raw = read_raw("qwen3_vl")
+    text, processor = parse_config(raw), find_processor("qwen3_vl")
+    vision = {key: value for key, value in (raw["vision_config"] | keys).items() if value is not None}
+    with pytest.raises(ConfigError) as caught:
+        parse_tower(raw | {"vision_config": vision}, text, processor)
+    assert caught.value.field == f"vision_config.{field}"
+    assert str(caught.value).count("vision_config") == 1
+
+
+def test_a_config_without_a_tower_is_refused() -> None:
+    raw = read_raw("qwen3_vl")
+    for vision in (None, 5):
+        with pytest.raises(ConfigError, match="vision_config"):
+            parse_tower(raw | {"vision_config": vision}, parse_config(raw), find_processor("qwen3_vl"))
+
+
+def test_devices_share_heads_or_are_refused() -> None:
+    config = read_tower("qwen3_vl")
+    assert fit_tower(config, 1) == config
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: of the tower .* sizes that work: \[1, 2\]"):
+        fit_tower(config, 4)
+
+
+def test_heads_that_kernels_cannot_take_have_portable_attention() -> None:
+    odd, even = read_tower("qwen3_vl"), read_tower("qwen3_vl_moe")
+    assert choose_tower_impl(even, "cpu", 1, "cpu")[0] == "cpu"
+    impl, reason = choose_tower_impl(odd, "cpu", 1, "cpu")
+    assert impl == "xla" and "not of 12" in reason
+    assert choose_tower_impl(odd, "gpu", 1, "gpu")[0] == "xla"  # in float32
+    assert choose_tower_impl(read_tower("qwen3_vl", "bfloat16"), "gpu", 1, "gpu")[0] == "gpu"
+    assert choose_tower_impl(even, "tpu", 1, "tpu")[0] == "xla"
+
+
+def write_files(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def load(folder: Path) -> Any:
+    mesh = make_mesh(1, jax.devices()[:1])
+    return load_tower(read_tower("qwen3_vl"), folder, mesh=mesh, rules=DEFAULT_RULES)
+
+
+def test_a_tower_is_loaded_beside_its_text_model(tmp_path: Path) -> None:
+    tensors = load_file(FOLDER / "qwen3_vl" / "model.safetensors")
+    text = {"lm_head.weight": np.zeros((3, 4), np.int8), "model.visualizer.weight": np.zeros(3, np.float32)}
+    params, plain = load(write_files(tmp_path, tensors | text)), load(FOLDER / "qwen3_vl")
+    jax.tree.map(np.testing.assert_array_equal, params, plain)
+
+
+def test_faults_of_files_are_named(tmp_path: Path) -> None:
+    tensors = load_file(FOLDER / "qwen3_vl" / "model.safetensors")
+    name = "model.visual.blocks.1.attn.qkv.weight"
+    for change, reason in (
+        ({name: None}, "lacks 1 of"),
+        ({name: tensors[name][:-1]}, "has shape"),
+        ({name: tensors[name].astype(np.int8)}, "quantized towers are not read"),
+        ({f"{name}_scale_inv": np.ones(2, np.float32)}, "has no place for"),
+        ({name: np.full_like(tensors[name], np.nan)}, "NaN"),
+    ):
+        changed = {key: value for key, value in (tensors | change).items() if value is not None}
+        with pytest.raises(WeightsError, match=reason) as caught:
+            load(write_files(tmp_path, changed))
+        assert name in str(caught.value)
+
+
+def test_dummy_weights_have_the_shapes_of_files() -> None:
+    specs = tower_param_specs(read_tower("qwen3_vl"))
+    params = make_dummy_params(specs, mesh=make_mesh(1, jax.devices()[:1]), rules=DEFAULT_RULES, seed=0)
+    jax.tree.map(lambda one, other: np.testing.assert_equal(one.shape, other.shape), params, load(FOLDER / "qwen3_vl"))
