@@ -19,7 +19,6 @@ class ImageRows:
 
     def __init__(self, limits: SchedulerLimits, batch: Batch) -> None:
         self._limits, self._batch = limits, batch
-        self.num_hits = 0  # images that had rows when their first token was computed
         self.forget()
 
     def forget(self) -> None:
@@ -39,7 +38,7 @@ class ImageRows:
         if images is None:
             return end
         for item, span in zip(images.items, images.spans, strict=True):
-            if span.start < end and span.end > start and not self._hold(item, begins=span.start >= start):
+            if span.start < end and span.end > start and not self._hold(item):
                 return max(start, span.start)
         return end
 
@@ -54,16 +53,14 @@ class ImageRows:
         self._used.clear()
         return writes
 
-    def _hold(self, item: MediaItem, *, begins: bool) -> bool:
-        """Whether an image has rows, perhaps after others have lost theirs; `begins`: its first token is wanted."""
+    def _hold(self, item: MediaItem) -> bool:
+        """Whether an image has rows, perhaps after others have lost theirs."""
         rows = self._rows.pop(item.digest, None)
-        if rows is not None:
-            self.num_hits += begins and item.digest not in self._used
-        elif self._has_time(item) and self._make_room(item.num_tokens):
+        if rows is None:
+            if not (self._has_time(item) and self._make_room(item.num_tokens)):
+                return False
             rows = tuple([self._free.pop() for _ in range(item.num_tokens)])
             self._writes.append(ImageWrite(item, rows))
-        else:
-            return False
         self._rows[item.digest] = rows
         self._used.add(item.digest)
         return True

@@ -25,6 +25,8 @@ from jaxserve.core.layers.rope import (
     rotate,
 )
 from jaxserve.core.models.decoder import CacheLayout, list_contexts
+from jaxserve.core.models.rope_config import parse_rope
+from jaxserve.errors import ConfigError
 from jaxserve.families.registry import parse_config
 from tests.examples import scale_examples
 from tests.golden_cases import load_case
@@ -148,3 +150,33 @@ def test_layers_share_the_tables_of_a_step(case: str) -> None:
     arguments = jnp.ones((16, 8, dim)), jnp.arange(16)
     program = jax.jit(rotate_in_layers).lower(*arguments).compile().as_text()
     assert program.count(" cosine(") == program.count(" sine(") == num_ropes
+
+
+def test_equal_positions_of_an_image_have_the_bits_of_a_text() -> None:
+    text, image = RopeConfig(64, 5e6), RopeConfig(64, 5e6, sections=(12, 10, 10))
+    positions = jnp.asarray([0, 1, 77, 4095, 200_000])
+    for plain, three in zip(
+        rotary_table(text, positions, 2**18), rotary_table(image, jnp.stack([positions] * 3), 2**18), strict=True
+    ):
+        assert (np.asarray(plain) == np.asarray(three)).all()
+
+
+def test_frequencies_take_turns_with_rows_and_columns() -> None:
+    """Of every three, the second rotates by the row and the third by the column, as long as sections say."""
+    rope = RopeConfig(20, 100.0, sections=(5, 3, 2))
+    assert rope.list_axes().tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 0, 0]
+    positions = np.array([[3, 3], [5, 6], [9, 8]])
+    cosines, _ = rotary_table(rope, jnp.asarray(positions), 64)
+    wanted = np.cos(positions[rope.list_axes()].T * rope.inverse_frequencies(64).astype(np.float64))
+    np.testing.assert_allclose(np.asarray(cosines), wanted, atol=1e-6)
+
+
+def test_sections_are_read_where_frequencies_take_turns() -> None:
+    given = {"rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    assert parse_rope(given, head_dim=16, max_position_embeddings=64).sections is None, "in blocks: served as text"
+    found = parse_rope({**given, "mrope_interleaved": True}, head_dim=16, max_position_embeddings=64)
+    assert found.sections == (4, 2, 2)
+    with pytest.raises(ConfigError, match="mrope_section"):
+        parse_rope(
+            {**given, "mrope_interleaved": True, "mrope_section": [4, 4]}, head_dim=16, max_position_embeddings=64
+        )

@@ -12,7 +12,8 @@ from jaxserve.core.runtime.buckets import Bucket
 from jaxserve.core.runtime.inputs import KEEP, ON_DEVICE, InputLayout, StateShape, StepPacker
 from jaxserve.core.runtime.rows import SAMPLING_FIELDS, RowMirror, SampleVariant
 from jaxserve.core.scheduler import ChunkWork, NewRow, StepPlan
-from jaxserve.core.scheduler.step_plan import RowHistory
+from jaxserve.core.scheduler.step_plan import ChunkImages, RowHistory
+from jaxserve.request import FIRST_IMAGE_ROW
 from jaxserve.sampling_params import SamplingParams
 
 STATE = StateShape(groups=2, rows=9, pages_per_row=5, max_page_updates=20)
@@ -64,6 +65,23 @@ def test_single_tokens_from_the_host_are_decode_rows_in_their_bucket() -> None:
     layout = InputLayout(Bucket(4, 4), STATE)
     step = StepPacker(RowMirror(STATE.rows)).pack(make_plan([0], [(4, 1, True), (5, 1, False)], set()), layout)
     assert layout.views(step.inputs).distribution.tolist() == [3, 3, 3]
+
+
+def test_images_are_ids_below_zero_and_shifts_of_positions() -> None:
+    """Behind a decoding row and a chunk of text; no other token is moved."""
+    state = dataclasses.replace(STATE, has_image_positions=True)
+    layout = InputLayout(Bucket(32, 8), state)
+    plan = make_plan([0], [(4, 2, True), (5, 3, False)], set())
+    images = ChunkImages(places=(0, 2), rows=(7, 0), shifts=(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    chunks = plan.chunks[0], dataclasses.replace(plan.chunks[1], images=images)
+    views = layout.views(
+        StepPacker(RowMirror(state.rows)).pack(dataclasses.replace(plan, chunks=chunks), layout).inputs
+    )
+    assert views.token_ids[:7].tolist() == [ON_DEVICE, 4, 5, FIRST_IMAGE_ROW - 7, 6, FIRST_IMAGE_ROW, 0]
+    shifts = views.rotary_shifts.reshape(3, 32)
+    assert shifts[:, 3:6].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert np.count_nonzero(shifts) == 9
+    assert not InputLayout(Bucket(8, 8), state).views(InputLayout(Bucket(8, 8), state).new()).rotary_shifts.size
 
 
 def test_copies_of_states_are_slots_in_their_order() -> None:

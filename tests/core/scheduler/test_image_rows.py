@@ -1,0 +1,185 @@
+"""Images in plans: whatever the order of requests, a chunk reads the vectors of its own images from the right rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.core.pages import PageGroup, PageManager
+from jaxserve.core.scheduler import Scheduler, SchedulerLimits, StepOutputs
+from jaxserve.core.scheduler.step_plan import StepPlan
+from jaxserve.media.items import MediaItem, MediaSpan, PromptImages
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
+
+PLACEHOLDER, TEXT = 99, 7
+EDGE, LARGEST = 32, 40  # tokens: of a chunk's end, and of the largest image
+PATCHES = 4  # of a token
+Vector = tuple[bytes, int]  # an image, and which of its vectors
+
+
+def make_item(mark: int, num_tokens: int) -> MediaItem:
+    return MediaItem(bytes([mark, num_tokens]) * 16, b"", (1, PATCHES, num_tokens), num_tokens)
+
+
+def make_request(name: str, parts: Sequence[tuple[int, int]], *, has_ends: bool = False) -> Request:
+    """A prompt of parts: (0, n) is a text, (mark, n) an image of n vectors; `has_ends`: not all its tokens have one."""
+    ids: list[int] = []
+    items, spans, places = [], [], []
+    for mark, count in parts:
+        if not mark:
+            ids += [TEXT] * count
+            continue
+        item, start = make_item(mark, count), len(ids)
+        for index in range(count):
+            places.append(len(ids))
+            ids += [PLACEHOLDER, TEXT] if has_ends and index % 2 and index + 1 < count else [PLACEHOLDER]
+        items.append(item)
+        spans.append(MediaSpan(start, len(ids) - start, item.digest, item.grid))
+    shifts = np.arange(3 * spans[-1].end, dtype=np.int32).reshape(3, -1) + 1 if spans else None
+    images = PromptImages(tuple(items), tuple(spans), np.array(places, np.int32), shifts, -5) if spans else None
+    return Request(name, tuple(ids), SamplingParams(max_tokens=3), images=images)
+
+
+def make_scheduler(*, num_rows: int = 2 * LARGEST, num_pages: int = 60, max_images: int = 2) -> Scheduler:
+    limits = SchedulerLimits(
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        max_model_len=400,
+        max_prefix_updates=60,
+        max_image_rows=num_rows,
+        max_num_batched_patches=LARGEST * PATCHES,
+        max_step_images=max_images,
+    )
+    pages = PageManager([PageGroup(num_pages)], page_size=8, max_chunk=64, enable_prefix_caching=True)
+    return Scheduler(limits, pages)
+
+
+class Device:
+    """The rows of vectors as plans leave them, and what each chunk reads."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.rows: dict[int, Vector] = {}
+        self.num_written = 0
+        self._requests = {request.request_id: request for request in requests}
+
+    def run(self, scheduler: Scheduler, plan: StepPlan) -> None:
+        assert sum(write.item.num_patches for write in plan.image_writes) <= LARGEST * PATCHES
+        for write in plan.image_writes:
+            assert len(set(write.rows)) == write.item.num_tokens
+            self.rows |= {row: (write.item.digest, index) for index, row in enumerate(write.rows)}
+            self.num_written += 1
+        for chunk in plan.chunks:
+            request = scheduler.batch.by_ticket[chunk.ticket].request
+            wanted = self._list_vectors(request)[chunk.start : chunk.end]
+            found: list[Vector | None] = [None] * len(wanted)
+            if chunk.images is not None:
+                for place, row in zip(chunk.images.places, chunk.images.rows, strict=True):
+                    found[place] = self.rows[row]
+                self._check_shifts(request, chunk.start, chunk.end, chunk.images.shifts)
+            assert found == wanted
+
+    def _list_vectors(self, request: Request) -> list[Vector | None]:
+        vectors: list[Vector | None] = [None] * 1000
+        images = request.images
+        if images is not None:
+            own = [(item.digest, index) for item in images.items for index in range(item.num_tokens)]
+            for place, vector in zip(images.places.tolist(), own, strict=True):
+                vectors[place] = vector
+        return vectors
+
+    def _check_shifts(self, request: Request, start: int, end: int, shifts: tuple[int, ...]) -> None:
+        assert request.images is not None and request.images.shifts is not None
+        padded = np.zeros((3, 1000), np.int32)
+        padded[:, : request.images.shifts.shape[1]] = request.images.shifts
+        assert shifts == tuple(padded[:, start:end].ravel().tolist())
+
+
+def serve(scheduler: Scheduler, requests: Sequence[Request]) -> Device:
+    device = Device(requests)
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(600):
+        plan = scheduler.plan()
+        if plan is None:
+            assert not scheduler.has_unfinished
+            return device
+        device.run(scheduler, plan)
+        scheduler.commit(plan, StepOutputs([TEXT] * plan.num_rows))
+        scheduler.pages.check()
+    raise AssertionError("no end")
+
+
+PARTS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, LARGEST)), min_size=1, max_size=5)
+
+
+@given(st.lists(st.tuples(PARTS, st.booleans()), min_size=1, max_size=6), st.integers(LARGEST, 3 * LARGEST))
+def test_each_chunk_reads_its_own_images(prompts: list[tuple[list[tuple[int, int]], bool]], num_rows: int) -> None:
+    """Also after preemptions, as a pool of 60 pages holds little more than two prompts."""
+    requests = [make_request(f"r{index}", parts, has_ends=ends) for index, (parts, ends) in enumerate(prompts)]
+    scheduler = make_scheduler(num_rows=num_rows)
+    serve(scheduler, requests)
+    assert not scheduler.planner.plan()
+
+
+def test_an_image_that_comes_again_is_not_computed_again() -> None:
+    scheduler = make_scheduler()
+    parts = [(0, 8), (3, 20), (0, 9)]
+    device = serve(scheduler, [make_request("a", parts), make_request("b", [(0, 3), *parts])])
+    assert device.num_written == 1, "other pages, the same rows"
+
+
+def test_the_device_has_lost_them() -> None:
+    scheduler = make_scheduler()
+    first = serve(scheduler, [make_request("a", [(3, 20), (0, 9)])])
+    scheduler.requeue_running()
+    second = serve(scheduler, [make_request("b", [(3, 20), (0, 9)])])
+    assert (first.num_written, second.num_written) == (1, 1)
+
+
+def test_a_chunk_ends_in_front_of_an_image_that_must_wait() -> None:
+    """Two images are more patches than a step may have; the cut is at an edge in front of the second."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [(0, 2), (1, LARGEST), (2, 10), (0, 5)]))
+    plan = scheduler.plan()
+    assert plan is not None and [chunk.end for chunk in plan.chunks] == [EDGE] and len(plan.image_writes) == 1
+    after = scheduler.plan()
+    assert after is not None and after.chunks[0].is_last
+    assert [write.item.num_tokens for write in after.image_writes] == [10]
+    assert plan.has_images and after.has_images
+
+
+def test_one_token_in_front_of_an_image_needs_a_program_that_reads_images() -> None:
+    """Its position is not that of a text of this row; behind the last image any program will do."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [(1, 31), (0, 2)]))
+    plan = scheduler.plan()
+    assert plan is not None and plan.has_images and plan.new_rows[0].rope_delta == -5
+    scheduler.commit(plan, StepOutputs([TEXT]))
+    decoded = scheduler.plan()
+    assert decoded is not None and decoded.decode_rows and not decoded.has_images
+
+
+def test_pages_are_shared_by_the_same_image_only() -> None:
+    scheduler = make_scheduler()
+    cached = []
+    for index, mark in enumerate((1, 1, 2)):
+        request = make_request(f"r{index}", [(0, 16), (mark, 30), (0, 30)])
+        (sequence,) = scheduler.add(request)
+        while (plan := scheduler.plan()) is not None:
+            scheduler.commit(plan, StepOutputs([TEXT] * plan.num_rows))
+        cached.append(sequence.num_cached_tokens)
+    assert cached == [0, 64, 0], "the third shares 16 tokens of text, less than the grid of 32"
+
+
+def test_the_place_of_an_image_is_part_of_its_pages() -> None:
+    """The same ids and images, where another token of the run of placeholders begins the second."""
+    scheduler = make_scheduler()
+    (first,) = scheduler.add(make_request("a", [(1, 20), (1, 24), (0, 20)]))
+    (other,) = scheduler.add(make_request("b", [(1, 24), (1, 20), (0, 20)]))
+    while (plan := scheduler.plan()) is not None:
+        scheduler.commit(plan, StepOutputs([TEXT] * plan.num_rows))
+    assert first.token_ids[:64] == other.token_ids[:64] and set(first.pages.keys).isdisjoint(other.pages.keys)
