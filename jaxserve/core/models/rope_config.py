@@ -92,7 +92,7 @@ def _read_sections(parameters: Mapping[str, object]) -> tuple[int, int, int] | N
         return None
     if not isinstance(given, list | tuple) or len(given) != 3:
         raise ConfigError(f"must be three numbers, not {shorten(given)}", field="mrope_section", value=given)
-    frames, rows, columns = (check_integer("mrope_section", size) for size in given)
+    frames, rows, columns = (check_integer("mrope_section", size, minimum=0) for size in given)
     return frames, rows, columns
 
 
