@@ -37,4 +37,5 @@ if __name__ == "__main__":
     counts = llm.ready.engine.scheduler.counts
     shown = {"ids": found, "compiles": llm.ready.runner.num_compiles - compiles}
     shown |= {"hits": counts.prefix_hits, "preemptions": counts.num_preemptions}
+    shown |= {"accepted": counts.num_accepted_tokens}
     print("FOUND " + json.dumps(shown))

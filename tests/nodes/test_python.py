@@ -81,13 +81,20 @@ def test_new_weights_drafts_and_a_recording(changed: Path, tmp_path: Path) -> No
     assert "Equal: every token id" in done.stdout
 
 
-def test_recurrent_states_and_their_snapshots_are_those_of_one_process() -> None:
-    """Prompts that share a beginning go on from its snapshot; few pages preempt a row, which goes on from its last."""
+# With drafts it compiles verify steps, and what settles states behind them, for one process and for two nodes.
+@pytest.mark.parametrize("drafts", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_recurrent_states_and_their_snapshots_are_those_of_one_process(drafts: bool) -> None:
+    """Prompts that share a beginning go on from its snapshot; few pages preempt a row, which goes on from its last.
+
+    With drafts states follow each verify step by a program of its own.
+    """
     prompts = [{"prompt_token_ids": [*range(3, 75), *[7 + index] * 5]} for index in range(4)]
     options = {"model": str(load_case("qwen3_next").path), "skip_tokenizer_init": True, "prompts": prompts}
     options |= {"tensor_parallel_size": 2, "max_num_seqs": 3, "max_num_batched_tokens": 96, "max_model_len": 160}
     options |= {"num_kv_pages_override": 11, "page_size": 32}
     options |= {"precompile_bs_paddings": [3], "precompile_token_paddings": [96]}  # few programs
+    lookups = DRAFTS | {"prompt_lookup_max": 1, "num_speculative_tokens_per_batch_size": [[1, 3, 1]]}
+    options |= {"speculative_config": lookups} if drafts else {}
     found = run_nodes([], devices=1, **options)
     assert found == run_planner(2, [], **options)
-    assert found["hits"] >= 64 and found["preemptions"]
+    assert found["hits"] >= 64 and found["preemptions"] and (found["accepted"] > 0) == drafts
