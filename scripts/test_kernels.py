@@ -1,5 +1,5 @@
 """Compiles every kernel for an H200, an A100, an L4 and three TPUs, without any of them, and whole engine steps for
-two of them.
+two of them, and the tower of a model that reads images.
 
 The devices' own compilers come as wheels, which this script installs once into `.wheels/`. A program fails if its
 compiler refuses it or complains, if a kernel spills registers or exceeds a memory of the device, if the donated KV
@@ -7,8 +7,8 @@ pool is copied, if a GPU computes something again to save memory, if products of
 loop of portable attention does not end with the batch; also for faults that only a driver or a large pool would show
 (docs/kernels.md). It does not show results, hangs or speed. Each target compiles a sample of the shapes
 (`testing/gate_shapes.py`). `--full` compiles all shapes and tuning entries and many more steps, and the samples also
-with the oldest CUDA 13 compilers; it adds steps of a TPU v6e and a TPU v7x. `--lower-only` needs no compiler and finds
-less.
+with the oldest CUDA 13 compilers; it adds steps and towers of a TPU v6e and a TPU v7x. `--lower-only` needs no compiler
+and finds less.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ LOG_COLUMNS = 180
 TEXT_COLUMNS = ("program", "device", "compiler", "kernel", "")
 KERNELS = ("-m", "pallas_kernels.testing.kernel_gate")
 STEPS = ("scripts/compile_step.py",)
-TITLES = {KERNELS: "kernels", STEPS: "steps"}
+TOWERS = ("scripts/compile_tower.py",)
+TITLES = {KERNELS: "kernels", STEPS: "steps", TOWERS: "towers"}
 STEP_TARGETS = ("h200", "v5e")
 MORE_STEP_TARGETS = ("v6e", "tpu7x")  # a sample of steps for these, where everything is asked for
+TOWER_TARGETS = ("h200",)
+MORE_TOWER_TARGETS = ("v5e", *MORE_STEP_TARGETS)  # where everything is asked for: on a TPU towers take minutes
 NEWEST, OLDEST = "newest", "13.0"  # releases of the CUDA compilers, which are not tied to jax within a major version
 CUDA_PINS = {NEWEST: ">=13.0.48,<14", OLDEST: "==13.0.*"}
 CUDA_TOOLS = Path("nvidia", "cu13", "bin")  # in the wheels
@@ -306,6 +309,8 @@ def list_jobs(targets: Sequence[str], *, full: bool = False, lower_only: bool = 
     """The jobs, longest first. Only a compiler makes its releases differ, so lowering has one job per target."""
     steps = [Job(STEPS, TARGETS[name], full=full) for name in targets if name in STEP_TARGETS]
     steps += [Job(STEPS, TARGETS[name]) for name in targets if full and name in MORE_STEP_TARGETS]
+    steps += [Job(TOWERS, TARGETS[name], full=full) for name in targets if name in TOWER_TARGETS]
+    steps += [Job(TOWERS, TARGETS[name], full=True) for name in targets if full and name in MORE_TOWER_TARGETS]
     kernels = [Job(KERNELS, TARGETS[name], full=full) for name in targets]
     if not full or lower_only:
         return [*steps, *kernels]
@@ -316,7 +321,7 @@ def list_jobs(targets: Sequence[str], *, full: bool = False, lower_only: bool = 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--part", choices=("kernels", "steps"), help="these alone (default: both)")
+    parser.add_argument("--part", choices=("kernels", "steps"), help="these alone; towers are steps (default: both)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="programs of these names (default: all)")
     parser.add_argument(
         "--full",
@@ -337,7 +342,7 @@ def main() -> int:
     options = ["--lower-only"] if args.lower_only else []
     options += ["--impl", args.impl] if args.impl else []
     jobs = list_jobs(args.targets, full=args.full, lower_only=args.lower_only)
-    jobs = [job for job in jobs if args.part is None or (args.part == "steps") == (job.command == STEPS)]
+    jobs = [job for job in jobs if args.part is None or (args.part == "kernels") == (job.command == KERNELS)]
     wheels: dict[tuple[str, str], Path | None] = {}
     skipped = []
     for platform, release in dict.fromkeys((job.target.platform, job.release) for job in jobs):

@@ -84,7 +84,7 @@ TARGETS = (
         "gate-steps",
         ci="test-gate-steps",
         full="test-gate-steps-full",
-        files=("scripts/test_kernels.py", "scripts/compile_step.py"),
+        files=("scripts/test_kernels.py", "scripts/compile_step.py", "scripts/compile_tower.py"),
     ),
     Target(
         "kernels",

@@ -16,11 +16,13 @@ from rich.console import Console
 from pallas_kernels.targets import TARGETS
 from pallas_kernels.testing.gate_report import ProgramReport
 from scripts.compile_step import list_encoders, list_steps
+from scripts.compile_tower import list_programs
 from scripts.test_kernels import (
     KERNELS,
     NEWEST,
     OLDEST,
     STEPS,
+    TOWERS,
     Job,
     find_compiler,
     find_folder,
@@ -128,7 +130,9 @@ def test_libtpu_is_the_one_that_this_jax_wants() -> None:
 def test_the_full_gate_compiles_all_shapes_and_samples_with_the_oldest_compiler(tmp_path: Path) -> None:
     normal, everything = list_jobs(list(TARGETS)), list_jobs(list(TARGETS), full=True)
     assert {job.release for job in normal} == {NEWEST} and not any(job.full for job in normal)
-    assert [job for job in everything if job.full] == [replace(job, full=True) for job in normal]
+    towers = [Job(TOWERS, TARGETS[name], full=True) for name in ("v5e", "v6e", "tpu7x")]
+    assert all(job in everything and job not in normal for job in towers)
+    assert [job for job in everything if job.full and job not in towers] == [replace(job, full=True) for job in normal]
     gpus = [target for target in TARGETS.values() if target.platform == "gpu"]
     steps = [Job(STEPS, TARGETS[name]) for name in ("v6e", "tpu7x")]
     kernels = [Job(KERNELS, target, OLDEST) for target in gpus]
@@ -180,6 +184,14 @@ def test_the_gate_has_whole_texts_of_encoders() -> None:
         assert all(shapes.model.reads_whole and bucket.tokens >= 2048 for shapes, bucket in steps.values())
         sample = list_encoders(TARGETS[name], full=False, impl=TARGETS[name].impl)
         assert list(sample) == list(steps)[: name == "h200"], "CI compiles none for a TPU"
+
+
+def test_the_gate_has_towers_of_both_sizes_with_all_layers() -> None:
+    for name, devices in (("h200", 2), ("v5e", 8)):
+        (sample,), programs = list_programs(TARGETS[name], full=False), list_programs(TARGETS[name], full=True)
+        sizes = [(each.config.blocks.num_layers, each.num_patches, each.num_devices) for each in programs.values()]
+        assert sizes == [(2, 16384, 1), (2, 4096, 1), (2, 16384, devices), (27, 16384, 1), (27, 4096, 1)]
+        assert sample in programs and programs[sample].config.out_size == 4096
 
 
 @pytest.mark.slow
