@@ -173,8 +173,9 @@ def test_the_full_gate_has_steps_of_two_gpus_and_one_with_all_layers() -> None:
     sample = list(list_steps(TARGETS["h200"], full=False, impl="gpu"))
     assert [name.split()[1] for name in sample] == ["mixed", "decode", "decode"]
     assert "int8 channels, 2 layers" in sample[1] and "portable attention" in sample[2]
-    ((shapes, _),) = list_steps(TARGETS["tpu7x"], full=False, impl="tpu").values()
-    assert shapes.num_devices == 8
+    others = list_steps(TARGETS["tpu7x"], full=False, impl="tpu")
+    assert [name.split()[1] for name in others] == ["mixed", "decode", "mixed"], "the last two of a hybrid"
+    assert all(shapes.num_devices == 8 for shapes, _ in others.values())
 
 
 def test_the_gate_has_whole_texts_of_encoders() -> None:

@@ -58,7 +58,7 @@ class StepInputs(NamedTuple):
     copy_targets: Any  # [C]
     copy_ends: Any  # [2] of the copies before the forward pass, and of all; [0] if C is 0
     copy_points: Any  # [C] tokens that the row of a copy behind the pass must have then; [0] if the host knows
-    rotary_shifts: Any  # [3 * T] added to the rotary positions; [0] without images, or if all chunks are of one token
+    rotary_shifts: Any  # [3 * T] added to the rotary positions; [0] without images, and where no prompt is computed
     sampling: Any  # [S, NUM_SAMPLING_FIELDS] bits, see rows.py
 
 

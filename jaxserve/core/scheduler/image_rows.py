@@ -42,9 +42,26 @@ class ImageRows:
                 return max(start, span.start)
         return end
 
-    def find_rows(self, item: MediaItem) -> tuple[int, ...]:
-        """Returns the rows of an image for which `find_end` found some."""
-        return self._rows[item.digest]
+    def locate(self, sequence: Sequence, start: int, end: int) -> ChunkImages | None:
+        """Returns what the program of tokens [start, end) must know of images, for which `find_end` found rows.
+
+        None: it needs nothing, as all images lie in front of them.
+        """
+        images = sequence.request.images
+        if images is None or start >= images.spans[-1].end:
+            return None
+        first, last = images.places.searchsorted((start, end)).tolist()
+        rows: list[int] = []
+        behind = 0
+        for item in images.items:
+            before, behind = behind, behind + item.num_tokens
+            if before < last and behind > first:
+                rows += self._rows[item.digest][max(first - before, 0) : last - before]
+        shifts: tuple[int, ...] = ()
+        if images.shifts is not None:
+            moved = images.shifts[:, start:end].tolist()  # behind the last image there are none
+            shifts = tuple([number for axis in moved for number in (*axis, *[0] * (end - start - len(axis)))])
+        return ChunkImages(tuple((images.places[first:last] - start).tolist()), tuple(rows), shifts)
 
     def take_writes(self) -> tuple[ImageWrite, ...]:
         """Returns the images that the planned step computes; the next one has room for others."""
@@ -89,22 +106,3 @@ class ImageRows:
             for span in sequence.request.images.spans
             if span.start < sequence.num_computed_tokens < span.end
         }
-
-
-def locate_images(held: ImageRows, sequence: Sequence, start: int, end: int) -> ChunkImages | None:
-    """Returns what the program of tokens [start, end) must know of images; None where it needs nothing."""
-    images = sequence.request.images
-    if images is None or start >= images.spans[-1].end:
-        return None
-    first, last = images.places.searchsorted((start, end)).tolist()
-    rows: list[int] = []
-    behind = 0
-    for item in images.items:
-        before, behind = behind, behind + item.num_tokens
-        if before < last and behind > first:
-            rows += held.find_rows(item)[max(first - before, 0) : last - before]
-    shifts: tuple[int, ...] = ()
-    if images.shifts is not None:
-        moved = images.shifts[:, start:end]
-        shifts = tuple([number for axis in moved.tolist() for number in (*axis, *[0] * (end - start - len(axis)))])
-    return ChunkImages(tuple((images.places[first:last] - start).tolist()), tuple(rows), shifts)

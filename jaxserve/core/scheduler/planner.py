@@ -14,7 +14,7 @@ from operator import add
 from jaxserve.core.pages.manager import PageManager
 from jaxserve.core.scheduler.adapter_slots import AdapterSlots
 from jaxserve.core.scheduler.fairness import TurnOrder
-from jaxserve.core.scheduler.image_rows import ImageRows, locate_images
+from jaxserve.core.scheduler.image_rows import ImageRows
 from jaxserve.core.scheduler.limits import SchedulerLimits
 from jaxserve.core.scheduler.plan_builder import PlanBuilder, StepKind
 from jaxserve.core.scheduler.policy import (
@@ -212,7 +212,7 @@ class Planner:
                 self._add_chunk(builder, sequence, start, end)
 
     def _add_chunk(self, builder: PlanBuilder, sequence: Sequence, start: int, end: int) -> None:
-        chunk = builder.add_chunk(sequence, start, end, locate_images(self._images, sequence, start, end))
+        chunk = builder.add_chunk(sequence, start, end, self._images.locate(sequence, start, end))
         self._turns.charge_prompt(sequence, chunk)
         sequence.num_computed_tokens = end
         if chunk.is_last:

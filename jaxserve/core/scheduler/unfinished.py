@@ -81,6 +81,7 @@ class UnfinishedRequests:
                 f"{num_prompt}; {fits}"
             )
             raise InvalidRequestError(message, field="prompt", value=num_prompt)
+        self._refuse_images(request)
         generates, pages = request.task is Task.GENERATE, self._pages
         wanted = request.params.max_tokens if generates else 0
         most = max_model_len if wanted is None else min(max_model_len, num_prompt + wanted)
@@ -93,10 +94,21 @@ class UnfinishedRequests:
         cache = True if shares_alone else None
         # Decoding writes other bits than the chunks of a prompt.
         num_sharable = num_prompt if self._limits.options.deterministic else most
-        options: dict[str, Any] = {"cache": cache, "num_sharable": num_sharable}
-        options["images"] = () if request.images is None else request.images.spans
+        images = () if request.images is None else request.images.spans
+        options: dict[str, Any] = {"cache": cache, "num_sharable": num_sharable, "images": images}
         sequences = [
             Sequence(request, pages.new_sequence(salt, **options), most, index=index) for index in range(count)
         ]
         sequences[0].siblings = sequences[1:]
         return sequences
+
+    def _refuse_images(self, request: Request) -> None:
+        """Raises InvalidRequestError for an image that no step can compute, for which a prompt would wait forever."""
+        limits = self._limits
+        for index, item in enumerate(() if request.images is None else request.images.items):
+            if item.num_patches > limits.max_num_batched_patches or item.num_tokens > limits.max_image_rows:
+                message = (
+                    f"has {item.num_patches} patches and {item.num_tokens} tokens; a step computes at most "
+                    f"{limits.max_num_batched_patches} patches, and {limits.max_image_rows} tokens have room"
+                )
+                raise InvalidRequestError(message, field=f"images[{index}]", value=item.num_patches)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.pages import PageGroup, PageManager
 from jaxserve.core.scheduler import Scheduler, SchedulerLimits, StepOutputs
 from jaxserve.core.scheduler.step_plan import StepPlan
+from jaxserve.errors import InvalidRequestError
 from jaxserve.media.items import MediaItem, MediaSpan, PromptImages
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
@@ -25,7 +27,9 @@ def make_item(mark: int, num_tokens: int) -> MediaItem:
     return MediaItem(bytes([mark, num_tokens]) * 16, b"", (1, PATCHES, num_tokens), num_tokens)
 
 
-def make_request(name: str, parts: Sequence[tuple[int, int]], *, has_ends: bool = False) -> Request:
+def make_request(
+    name: str, parts: Sequence[tuple[int, int]], *, has_ends: bool = False, max_tokens: int = 3
+) -> Request:
     """A prompt of parts: (0, n) is a text, (mark, n) an image of n vectors; `has_ends`: not all its tokens have one."""
     ids: list[int] = []
     items, spans, places = [], [], []
@@ -41,10 +45,10 @@ def make_request(name: str, parts: Sequence[tuple[int, int]], *, has_ends: bool 
         spans.append(MediaSpan(start, len(ids) - start, item.digest, item.grid))
     shifts = np.arange(3 * spans[-1].end, dtype=np.int32).reshape(3, -1) + 1 if spans else None
     images = PromptImages(tuple(items), tuple(spans), np.array(places, np.int32), shifts, -5) if spans else None
-    return Request(name, tuple(ids), SamplingParams(max_tokens=3), images=images)
+    return Request(name, tuple(ids), SamplingParams(max_tokens=max_tokens), images=images)
 
 
-def make_scheduler(*, num_rows: int = 2 * LARGEST, num_pages: int = 60, max_images: int = 2) -> Scheduler:
+def make_scheduler(*, num_rows: int = 2 * LARGEST, num_pages: int = 60, caches: bool = True) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=3,
         max_num_batched_tokens=64,
@@ -52,19 +56,18 @@ def make_scheduler(*, num_rows: int = 2 * LARGEST, num_pages: int = 60, max_imag
         max_prefix_updates=60,
         max_image_rows=num_rows,
         max_num_batched_patches=LARGEST * PATCHES,
-        max_step_images=max_images,
+        max_step_images=2,
     )
-    pages = PageManager([PageGroup(num_pages)], page_size=8, max_chunk=64, enable_prefix_caching=True)
+    pages = PageManager([PageGroup(num_pages)], page_size=8, max_chunk=64, enable_prefix_caching=caches)
     return Scheduler(limits, pages)
 
 
 class Device:
     """The rows of vectors as plans leave them, and what each chunk reads."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self) -> None:
         self.rows: dict[int, Vector] = {}
         self.num_written = 0
-        self._requests = {request.request_id: request for request in requests}
 
     def run(self, scheduler: Scheduler, plan: StepPlan) -> None:
         assert sum(write.item.num_patches for write in plan.image_writes) <= LARGEST * PATCHES
@@ -98,8 +101,8 @@ class Device:
         assert shifts == tuple(padded[:, start:end].ravel().tolist())
 
 
-def serve(scheduler: Scheduler, requests: Sequence[Request]) -> Device:
-    device = Device(requests)
+def serve(scheduler: Scheduler, requests: Sequence[Request], device: Device | None = None) -> Device:
+    device = device or Device()
     for request in requests:
         scheduler.add(request)
     for _ in range(600):
@@ -118,11 +121,35 @@ PARTS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, LARGEST)), min_size
 
 @given(st.lists(st.tuples(PARTS, st.booleans()), min_size=1, max_size=6), st.integers(LARGEST, 3 * LARGEST))
 def test_each_chunk_reads_its_own_images(prompts: list[tuple[list[tuple[int, int]], bool]], num_rows: int) -> None:
-    """Also after preemptions, as a pool of 60 pages holds little more than two prompts."""
     requests = [make_request(f"r{index}", parts, has_ends=ends) for index, (parts, ends) in enumerate(prompts)]
     scheduler = make_scheduler(num_rows=num_rows)
     serve(scheduler, requests)
-    assert not scheduler.planner.plan()
+
+
+def test_preempted_prompts_read_their_images_again() -> None:
+    """Answers take the pages of the younger prompt; by then another image has taken the rows of its own."""
+    parts = [[(0, 8), (mark, 30), (0, 70)] for mark in (1, 2, 3)]
+    requests = [make_request(f"r{index}", each, max_tokens=80) for index, each in enumerate(parts)]
+    scheduler = make_scheduler(num_rows=LARGEST, num_pages=44, caches=False)
+    device = serve(scheduler, requests)
+    assert scheduler.counts.num_preemptions and device.num_written > 3
+
+
+def test_a_hit_may_end_inside_an_image() -> None:
+    """The second prompt goes on behind 32 tokens, of which 16 are the image's, whose other vectors it reads."""
+    prompts = [[(0, 16), (1, 40), (mark, 8)] for mark in (2, 3)]
+    scheduler, device = make_scheduler(), Device()
+    for index, parts in enumerate(prompts):
+        serve(scheduler, [make_request(f"r{index}", parts)], device)
+    assert scheduler.counts.prefix_hits == 32 and device.num_written == 3
+
+
+@pytest.mark.parametrize(("num_rows", "tokens"), [(0, 4), (20, 30), (200, LARGEST + 1)])
+def test_an_image_that_no_step_can_compute_is_refused(num_rows: int, tokens: int) -> None:
+    scheduler = make_scheduler(num_rows=num_rows)
+    with pytest.raises(InvalidRequestError, match=rf"images\[1\]: has {PATCHES * tokens} patches and {tokens} tokens"):
+        scheduler.add(make_request("a", [(1, 0), (2, tokens)]))
+    assert not scheduler.has_unfinished
 
 
 def test_an_image_that_comes_again_is_not_computed_again() -> None:
