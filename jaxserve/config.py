@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.lora_options import LoraOptions
+from jaxserve.media_options import MediaOptions
 from jaxserve.model_options import ModelOptions
 from jaxserve.options import build_config, check_at_least, check_choices, option
 from jaxserve.parallel_options import NodeOptions, ParallelOptions, ReplicaOptions
@@ -297,6 +298,7 @@ class EngineConfig:
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     pooling: PoolingOptions = field(default_factory=PoolingOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
+    media: MediaOptions = field(default_factory=MediaOptions)
     observability: ObservabilityOptions = field(default_factory=ObservabilityOptions)
 
     def __post_init__(self) -> None:

@@ -83,8 +83,10 @@ class Adapter:
 class TextPrompt(TypedDict):
     """A prompt as text (vLLM's name)."""
 
-    prompt: str
+    prompt: str  # with images, one mark of the model's where each belongs
     cache_salt: NotRequired[str]  # shares cached prefixes with prompts of the same salt only
+    multi_modal_data: NotRequired[dict[str, Any]]  # under "image": an image of Pillow, or a list of them
+    mm_processor_kwargs: NotRequired[dict[str, Any]]  # options of the image processor
 
 
 class TokensPrompt(TypedDict):
@@ -93,6 +95,8 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]  # their text, only shown in the output
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]  # each image belongs to one placeholder among the ids
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.vllm_options import NO_CODE, NO_IMAGES, VllmOption
+from jaxserve.vllm_options import NO_CODE, VllmOption
 
 _NO_SLEEP = "an engine keeps its memory; end its process to free it"
 _NO_PROFILER = "use jax.profiler.trace around the calls"
@@ -19,7 +19,7 @@ _ENGINES = "use LLM, or AsyncLLM for streams: from jaxserve import LLM, AsyncLLM
 
 # Modules below jaxserve.
 MODULES: Mapping[str, str] = {
-    "assets": NO_IMAGES,
+    "assets": "open images with Pillow",
     "beam_search": "from jaxserve import BeamSearchParams",
     "compilation": "use the options compile and compilation_cache_dir",
     "distributed": "an engine runs its own devices and nodes; use tensor_parallel_size and nnodes",
@@ -32,7 +32,7 @@ MODULES: Mapping[str, str] = {
     "logger": "use the module logging of the standard library",
     "lora": "from jaxserve import LoRARequest",
     "model_executor": NO_CODE,
-    "multimodal": NO_IMAGES,
+    "multimodal": "give images of Pillow in messages, or in multi_modal_data of a prompt",
     "outputs": "from jaxserve import RequestOutput, EmbeddingOutput, ScoringOutput, ClassificationOutput",
     "platforms": "use jax.devices, or the command jaxserve doctor",
     "plugins": NO_CODE,
@@ -68,7 +68,7 @@ ATTRIBUTES: Mapping[str, str] = {
     "llm_engine": "use ready, which has the engine's parts; get_metrics and get_tokenizer are methods",
     "model_config": "use ready.shapes.model",
     "remove_lora": _ADAPTERS,
-    "reset_mm_cache": NO_IMAGES,
+    "reset_mm_cache": "items of images live as long as their requests; reset_prefix_cache drops all pages",
     "reward": "use encode with pooling_task='classify'",
     "set_tokenizer": "give a directory as the option tokenizer",
     "sleep": _NO_SLEEP,
@@ -82,7 +82,7 @@ ATTRIBUTES: Mapping[str, str] = {
 ARGUMENTS: Mapping[str, VllmOption] = {
     "chat_template_content_format": VllmOption(("auto", "string"), "templates get the text of a message as one string"),
     "data_parallel_rank": VllmOption((0,), "an LLM is one engine; start several, and choose among them"),
-    "mm_processor_kwargs": VllmOption(({},), NO_IMAGES),
+    "mm_processor_kwargs": VllmOption(({},), "give it to chat, or inside a prompt with multi_modal_data"),
     "prompt_adapter_request": VllmOption((), "prompt adapters are not supported"),
     "tokenization_kwargs": VllmOption(({},), "use truncate_prompt_tokens, of SamplingParams and of embed"),
     "trace_headers": VllmOption(({},), "a server reads traceparent from its requests' headers"),

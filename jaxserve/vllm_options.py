@@ -31,7 +31,6 @@ class VllmOption:
         return value is None or self.harmless is None or value in self.harmless
 
 
-NO_IMAGES = "images and audio are not supported yet"
 _NO_OTHER_SPLIT = "an engine splits heads, ffn and vocabulary only; use tensor_parallel_size"
 _NO_EXECUTOR = "a node's devices are run by one process; nnodes is the number of nodes"
 _COMPILED = "use compile, which says when programs are compiled, and compilation_cache_dir"
@@ -40,7 +39,6 @@ NO_CODE = "a repository's code is never run; the supported models need none"
 
 VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "additional_config": VllmOption(({},), "there is no such dictionary; give options by their own names"),
-    "allowed_local_media_path": VllmOption(("",), NO_IMAGES),
     "api_server_count": VllmOption((1,), "one process serves HTTP; start several servers and balance between them"),
     "attention_backend": VllmOption((), "use attention_impl, whose names are this engine's"),
     "calculate_kv_scales": VllmOption((False,), "an 8-bit KV cache uses the checkpoint's scales, or none"),
@@ -76,7 +74,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "hf_config_path": VllmOption((), "put config.json beside the weights"),
     "hf_token": VllmOption((False,), "set HF_TOKEN in the environment"),
     "kv_transfer_config": VllmOption((), "one engine computes both prompts and answers"),
-    "limit_mm_per_prompt": VllmOption(({},), NO_IMAGES),
     "logits_processors": VllmOption(([],), "use logits_processor, one function in the compiled sampler"),
     "logprobs_mode": VllmOption(
         ("raw_logprobs",), "log-probabilities are the model's own, before any parameter changes logits"
@@ -84,7 +81,6 @@ VLLM_OPTIONS: Mapping[str, VllmOption] = {
     "mamba_cache_dtype": VllmOption(("auto",), "a convolution keeps its inputs in the model's dtype"),
     "max_parallel_loading_workers": VllmOption(None, ""),
     "max_seq_len_to_capture": VllmOption(None, ""),
-    "mm_processor_kwargs": VllmOption(({},), NO_IMAGES),
     "model_impl": VllmOption(("auto",), "models are this engine's own code; see docs/models.md for the families"),
     "model_loader_extra_config": VllmOption(({},), "loading has no further options"),
     "num_speculative_tokens": VllmOption((), _DRAFTING),

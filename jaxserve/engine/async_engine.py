@@ -18,7 +18,8 @@ from jaxserve.engine.inbox import OutputInbox
 from jaxserve.engine.nodes import end_process
 from jaxserve.engine.pooled import PoolingCall
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress, hide_progress
-from jaxserve.engine.prompts import Message, Prompt, RequestFactory
+from jaxserve.engine.prompt_forms import Message, Prompt
+from jaxserve.engine.prompts import RequestFactory
 from jaxserve.engine.request_options import (
     ChatArguments,
     EmbedArguments,

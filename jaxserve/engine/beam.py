@@ -16,7 +16,8 @@ from jaxserve.request import Request, RequestOutput
 from jaxserve.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.engine.prompts import Prompt, RequestFactory
+    from jaxserve.engine.prompt_forms import Prompt
+    from jaxserve.engine.prompts import RequestFactory
     from jaxserve.tokenizers import Tokenizer
 
 Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
@@ -81,6 +82,8 @@ def find_beams(
     plain = SamplingParams(max_tokens=params.max_tokens, output_kind=OutputKind.FINAL_ONLY)
     each = spread_options(options, len(prompts))
     made = [requests.make(prompt, plain, **own) for prompt, own in zip(prompts, each, strict=True)]
+    if any(request.images is not None for request in made):
+        raise InvalidRequestError("is not read by a beam search; leave it out", field="multi_modal_data")
     texts, found = [list(request.prompt_token_ids) for request in made], dict[int, BeamSearchOutput]()
     by_adapter: dict[Any, list[int]] = {}
     for index, own in enumerate(each):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from jaxserve.config import EngineConfig, allow_pinned_memory
 from jaxserve.core.pages import PageManager
 from jaxserve.core.scheduler import Scheduler
+from jaxserve.engine.built import BuiltRunner
 from jaxserve.engine.cache_dir import make_cache_dir
 from jaxserve.engine.draft_files import DraftFiles, locate_drafter
 from jaxserve.engine.engine import Engine
@@ -23,6 +24,7 @@ from jaxserve.engine.generation_config import (
     read_end_tokens,
     read_generation_defaults,
 )
+from jaxserve.engine.images import ImageInput, choose_images, describe_images
 from jaxserve.engine.model_files import (
     ModelFiles,
     load_model_tokenizer,
@@ -43,6 +45,8 @@ from jaxserve.engine.pairs import make_pair_encoder
 from jaxserve.engine.pooling import list_tasks
 from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
+from jaxserve.engine.record import record_runner, refuse_recording
+from jaxserve.engine.request_options import FindAdapter, refuse_adapter
 from jaxserve.errors import ClusterError, ConfigError, TokenizerError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.sampling_params import SamplingParams
@@ -63,16 +67,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 RunningChoice = Literal["requeue", "abort"]  # what becomes of unfinished requests when weights change
-
-
-@dataclass(frozen=True)
-class BuiltRunner:
-    """A runner, and the choices made for it."""
-
-    shapes: Shapes
-    mesh: Mesh
-    plan: CachePlan
-    runner: ModelRunner
 
 
 @dataclass(frozen=True)
@@ -199,7 +193,29 @@ def build_engine(
         if followers is not None:
             adapters.on_load.insert(0, followers.load_adapter)  # before a recording has it: another node may refuse
             adapters.on_drop.append(followers.drop_adapter)
-    factory = RequestFactory(
+    images = None
+    if built.images is not None:
+        images = ImageInput(built.images, shapes.config, shapes.model.max_model_len)
+        _log.info("%s", describe_images(built.images))
+        announce(describe_images(built.images))
+    found = None if adapters is None else adapters.find
+    factory = _make_factory(shapes, files, tokenizer, eos_token_ids, processor, found, images)
+    if followers is not None:
+        weakref.finalize(engine, followers.stop)
+    parts = shapes, built.plan, built.runner, built.mesh
+    return ReadyEngine(engine, factory, tokenizer, defaults, *parts, followers, adapters)
+
+
+def _make_factory(
+    shapes: Shapes,
+    files: ModelFiles,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: Sequence[int],
+    processor: LogitsProcessor | None,
+    find_adapter: FindAdapter | None,
+    images: ImageInput | None,
+) -> RequestFactory:
+    return RequestFactory(
         tokenizer,
         vocab_size=shapes.model.vocab_size,
         eos_token_ids=(*shapes.model.eos_token_ids, *eos_token_ids),
@@ -211,12 +227,9 @@ def build_engine(
         tasks=list_tasks(shapes.model),
         pairs=make_pair_encoder(tokenizer, shapes.model, files.hf_config),
         prompts=None if files.modules is None else files.modules.prompts,
-        **({} if adapters is None else {"find_adapter": adapters.find}),
+        images=images,
+        find_adapter=find_adapter or refuse_adapter,
     )
-    if followers is not None:
-        weakref.finalize(engine, followers.stop)
-    parts = shapes, built.plan, built.runner, built.mesh
-    return ReadyEngine(engine, factory, tokenizer, defaults, *parts, followers, adapters)
 
 
 def make_engine(built: BuiltRunner, runner: Runner, tokenizer: Tokenizer | None) -> Engine:
@@ -279,6 +292,7 @@ def build_runner(
     shapes, drafter = _choose_shapes(config, files, device, processor)
     if files.hub_id is not None and shapes.model.embedding.tied:  # it fits, but its files may have their own head
         shapes, drafter = _choose_shapes(config, files, device, processor, download=True)
+    images = choose_images(config, files, shapes.model, {})
     bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), mesh)
     enable_persistent_cache(config.compile.cache_dir)
     if bundle is None or not bundle.is_tested:
@@ -321,7 +335,7 @@ def build_runner(
             nodes=nodes,
             stored=bundle,
         )
-    return BuiltRunner(shapes, mesh, plan, runner)
+    return BuiltRunner(shapes, mesh, plan, runner, images)
 
 
 def _choose_shapes(
@@ -360,38 +374,3 @@ def describe_model_files(files: ModelFiles, shapes: Shapes) -> dict[str, Any]:
         "attention": shapes.impl,
         "weights": fingerprint_weights(files.find_weights()) if reads else None,
     }
-
-
-def refuse_recording(path: Path, *, has_processor: bool, only_largest: bool) -> None:
-    """Raises ConfigError where steps could not be recorded, or not be replayed."""
-    from jaxserve.features.recording.recording import refuse_target
-
-    reason = None
-    if has_processor:
-        reason = "a logits_processor is a function, which a recording cannot hold; leave one of the two out"
-    elif only_largest:
-        reason = "with serve_while_warming, the first steps run in larger programs than a replay's; leave one out"
-    if reason is not None:
-        raise ConfigError(reason, field="record_steps", value=str(path))
-    refuse_target(path)
-
-
-def record_runner(built: BuiltRunner, runner: Runner, followers: Followers | None, path: Path) -> Runner:
-    """Returns `runner`, perhaps that of several nodes, with each call recorded in a new file."""
-    from jaxserve.core.runtime.identity import describe_engine, digest_params
-    from jaxserve.core.runtime.tee import TeeRunner
-    from jaxserve.features.choose import find_adapters
-    from jaxserve.features.recording.recording import Recording, RecordingFile
-
-    def digest() -> str:
-        if followers is not None:
-            followers.digest_params()
-        return digest_params(built.runner.all_params)
-
-    all_params = built.runner.all_params
-    file = RecordingFile(path, describe_engine(built.shapes, built.plan, built.mesh, all_params, digest()))
-    _log.warning("record_steps: %s gets the tokens of all prompts and answers", path)
-    recording = Recording(file, digest)
-    if (adapters := find_adapters(built.shapes)) is not None:
-        adapters.on_load.append(recording.load_adapter)
-    return TeeRunner(runner, recording)

@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import BuiltRunner, build_runner
+from jaxserve.engine.build import build_runner
+from jaxserve.engine.built import BuiltRunner
 from jaxserve.engine.cache_dir import make_cache_dir
 from jaxserve.engine.model_files import locate_model, open_update
 from jaxserve.engine.nodes import end_process, follow_leader

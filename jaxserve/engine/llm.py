@@ -13,7 +13,8 @@ from jaxserve.engine.build import ReadyEngine, RunningChoice, build_engine
 from jaxserve.engine.metrics import Metric, list_metrics
 from jaxserve.engine.pooled import PoolingCall
 from jaxserve.engine.progress import ShowProgress, choose_announce, choose_progress
-from jaxserve.engine.prompts import Message, Prompt, RequestFactory, list_prompts
+from jaxserve.engine.prompt_forms import Message, Prompt, list_prompts
+from jaxserve.engine.prompts import RequestFactory
 from jaxserve.engine.request_options import (
     ChatArguments,
     EmbedArguments,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.engine.pooling import list_tasks, require_dimensions, require_task
-from jaxserve.engine.prompts import Prompt, RequestFactory, list_prompts
+from jaxserve.engine.prompt_forms import Prompt, list_prompts
+from jaxserve.engine.prompts import RequestFactory
 from jaxserve.engine.request_options import spread_options
 from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
 from jaxserve.pooling_params import PoolingParams

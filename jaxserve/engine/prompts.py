@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
+from jaxserve.engine.images import ImageInput
 from jaxserve.engine.pairs import PairEncoder
 from jaxserve.engine.pooling import require_task
+from jaxserve.engine.prompt_forms import Message, Prompt, add_prompt, as_mapping, keep_start
+from jaxserve.engine.prompt_reader import PromptReader, ReadPrompt, check_token_id
 from jaxserve.engine.request_options import (
     ChatOptions,
     FindAdapter,
@@ -19,8 +22,9 @@ from jaxserve.engine.request_options import (
     refuse_adapter,
     split_options,
 )
-from jaxserve.errors import InvalidRequestError, TokenizerError, shorten
+from jaxserve.errors import InvalidRequestError, shorten
 from jaxserve.logits_processor import LogitsProcessor
+from jaxserve.media.items import MediaItem
 from jaxserve.request import TOKEN_TYPE, Request, Task
 from jaxserve.sampling_params import (
     MAX_BAD_WORD_TOKENS,
@@ -37,19 +41,8 @@ if TYPE_CHECKING:
     from jaxserve.tokenizers import Tokenizer
     from jaxserve.tokenizers.pairs import PairTemplate
 
-Message = Mapping[str, Any]  # {"role": ..., "content": text}
-Prompt = str | Mapping[str, Any] | Sequence[int]  # text, a mapping with _PROMPT_KEYS, or token ids
 GrammarSource = Callable[[StructuredOutputsParams], Any]  # returns a compiled grammar
 _SEED_BITS = 2**64 - 1
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-
-
-def list_prompts(prompts: Any) -> list[Any]:
-    """Returns a list of prompts. A text, a mapping or a list of token ids is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    many = list(prompts)
-    return [many] if many and isinstance(many[0], int) else many
 
 
 class RequestFactory:
@@ -70,8 +63,11 @@ class RequestFactory:
         tasks: Sequence[str] = ("generate", "embed"),
         prompts: Prompts | None = None,
         find_adapter: FindAdapter = refuse_adapter,
+        images: ImageInput | None = None,
     ) -> None:
-        self._tokenizer, self._find_adapter = tokenizer, find_adapter
+        """Takes the model's own values; `images`, if it reads some, is also how others load them."""
+        self._tokenizer, self._find_adapter, self.images = tokenizer, find_adapter, images
+        self._reader = PromptReader(tokenizer, vocab_size, images)
         self._vocab_size = vocab_size
         self._max_model_len, self._max_logprobs = max_model_len, max_logprobs
         self._processor, self._reads_whole = processor, reads_whole
@@ -107,8 +103,7 @@ class RequestFactory:
             InvalidRequestError: names what is wrong with the prompt, the parameters or the options.
         """
         fields = _check_options(prompt, options, self._find_adapter)
-        text, token_ids = self._read(prompt)
-        return replace(self._make(text, token_ids, params, request_id, task, compile_grammar), **fields)
+        return replace(self._make(self._reader.read(prompt), params, request_id, task, compile_grammar), **fields)
 
     def make_chat(
         self,
@@ -117,24 +112,25 @@ class RequestFactory:
         *,
         request_id: str | None = None,
         compile_grammar: GrammarSource | None = None,
+        images: Sequence[MediaItem] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Request:
         """Returns the request to answer a conversation, rendered by `chat_template` or else the tokenizer's own.
 
         The other arguments are those of `make`.
 
+        Args:
+            images: those of messages from which they were taken; None: they are taken and loaded here.
+            mm_processor_kwargs: options of the image processor, for images that are loaded here.
+
         Raises:
             InvalidRequestError: names what is wrong with the messages, the parameters or the options.
             TokenizerError: there is no tokenizer, or it has no chat template.
         """
-        from jaxserve.tokenizers.chat import encode_chat
-
-        if self._tokenizer is None:
-            raise TokenizerError("there is none, so messages cannot be rendered", field="tokenizer")
         fields, template = split_options(options, self._find_adapter)
-        text, ids = encode_chat(self._tokenizer, messages, **template)
-        made = self._make(text, self._check_token_ids(ids), params, request_id, compile_grammar=compile_grammar)
-        return replace(made, **fields)
+        prompt = self._reader.read_chat(messages, template, images, mm_processor_kwargs)
+        return replace(self._make(prompt, params, request_id, compile_grammar=compile_grammar), **fields)
 
     def make_embedding(
         self,
@@ -157,11 +153,11 @@ class RequestFactory:
             InvalidRequestError: names what is wrong.
         """
         check_truncation(truncate_prompt_tokens)
-        if _as_mapping(prompt).get("prompt") == "":
+        if as_mapping(prompt).get("prompt") == "":
             raise InvalidRequestError("is empty; give at least one character", field="prompt", value=prompt)
         fields = _check_options(prompt, options, self._find_adapter)
         prompt = add_prompt(prompt, self._prompts, prompt_name)
-        text, token_ids = self._cut(*self._read(prompt), truncate_prompt_tokens, Task.POOL)
+        text, token_ids = self._cut(*self._reader.read_text(prompt), truncate_prompt_tokens, Task.POOL)
         return Request(self._name(request_id), token_ids, prompt=text, task=Task.POOL, **fields)
 
     def make_pair(
@@ -194,13 +190,13 @@ class RequestFactory:
             raise InvalidRequestError(message, field="max_tokens_per_doc", value=max_tokens_per_doc)
         fields = make_fields(options, self._find_adapter)
         ids = self._pairs.encode(first, second, most=most, most_of_second=max_tokens_per_doc, template=template)
-        self._check_token_ids([token_id & ~TOKEN_TYPE for token_id in ids])
+        for token_id in ids:
+            check_token_id("prompt_token_ids", token_id & ~TOKEN_TYPE, self._vocab_size)
         return Request(self._name(request_id), ids, task=Task.POOL, **fields)
 
     def _make(
         self,
-        text: str | None,
-        token_ids: tuple[int, ...],
+        prompt: ReadPrompt,
         params: SamplingParams,
         request_id: str | None,
         task: Task = Task.GENERATE,
@@ -209,14 +205,16 @@ class RequestFactory:
         require_task(self._tasks, "generate")
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("must be SamplingParams", field="sampling_params", value=params)
-        text, token_ids = self._cut(text, token_ids, params.truncate_prompt_tokens, task)
+        if prompt.images is not None and params.truncate_prompt_tokens is not None:
+            raise InvalidRequestError("is not supported with images; leave it out", field="truncate_prompt_tokens")
+        text, token_ids = self._cut(prompt.text, prompt.token_ids, params.truncate_prompt_tokens, task)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, and there is none", field="stop", value=params.stop
             )
         for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, field) or ():
-                self._check_token_id(field, token_id)
+                check_token_id(field, token_id, self._vocab_size)
         _check_logprobs("logprobs", params.logprobs, self._max_logprobs)
         _check_logprobs("prompt_logprobs", params.prompt_logprobs, limit_prompt_logprobs(self._max_logprobs))
         if params.extra_args is not None:
@@ -235,6 +233,7 @@ class RequestFactory:
             grammar=grammar,
             automaton=None if grammar is None or has_ids else grammar.automaton,
             task=task,
+            images=prompt.images,
         )
 
     def _name(self, request_id: str | None) -> str:
@@ -250,7 +249,7 @@ class RequestFactory:
             return text, token_ids
         most = self._max_model_len - (task is Task.GENERATE)
         most = most if count < 0 else count
-        return None, _keep_start(self._tokenizer, text, token_ids, most) if self._reads_whole else token_ids[-most:]
+        return None, keep_start(self._tokenizer, text, token_ids, most) if self._reads_whole else token_ids[-most:]
 
     @property
     def grammars(self) -> GrammarCompiler:
@@ -268,40 +267,6 @@ class RequestFactory:
         if self._tokenizer is not None:
             with contextlib.suppress(InvalidRequestError):  # raised again for a request with a grammar
                 self.grammars.warm_up()
-
-    def _read(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        """Returns the prompt's text, or None, and its token ids; ids given with a text are not checked against it."""
-        given = _as_mapping(prompt)
-        text = given.get("prompt")
-        if "prompt_token_ids" in given:
-            if text is not None and not isinstance(text, str):
-                raise InvalidRequestError(f"must be text, got {shorten(text)}", field="prompt", value=text)
-            return text, self._check_token_ids(given["prompt_token_ids"])
-        if not isinstance(text, str):
-            message = f"must be text, token ids, or a mapping with 'prompt' or 'prompt_token_ids'; got {shorten(text)}"
-            raise InvalidRequestError(message, field="prompt", value=text)
-        if self._tokenizer is None:
-            message = "is text, and there is no tokenizer; give {'prompt_token_ids': [...]}"
-            raise InvalidRequestError(message, field="prompt", value=text)
-        token_ids = self._tokenizer.encode(text)
-        if not token_ids:
-            message = "is empty, and this model's tokenizer begins texts with no token; give at least one character"
-            raise InvalidRequestError(message, field="prompt", value=text)
-        return text, self._check_token_ids(token_ids)
-
-    def _check_token_ids(self, token_ids: object) -> tuple[int, ...]:
-        if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
-            message = f"must be a list of integers, got {shorten(token_ids)}"
-            raise InvalidRequestError(message, field="prompt_token_ids", value=token_ids)
-        for token_id in token_ids:
-            self._check_token_id("prompt_token_ids", token_id)
-        return tuple(token_ids)
-
-    def _check_token_id(self, field: str, token_id: object) -> None:
-        is_integer = isinstance(token_id, int) and not isinstance(token_id, bool)
-        if not is_integer or not 0 <= token_id < self._vocab_size:
-            message = f"must be token ids in [0, {self._vocab_size}), got {shorten(token_id)}"
-            raise InvalidRequestError(message, field=field, value=token_id)
 
 
 def _tokenize_bad_words(
@@ -339,57 +304,11 @@ def _order_arguments(processor: LogitsProcessor | None, arguments: Mapping[str, 
     return {name: arguments[name] for name in names}
 
 
-def add_prompt(prompt: Prompt, known: Prompts | None, name: str | None) -> Prompt:
-    """Returns a text with one of the model's prompts in front of it, by name, or the default one, if there is any.
-
-    Raises InvalidRequestError for a name that is not known, and for one with token ids.
-    """
-    by_name = {} if known is None else known.by_name
-    if name is not None and name not in by_name:
-        message = f"must be one of the model's prompts ({', '.join(by_name) or 'it has none'}), got {shorten(name)}"
-        raise InvalidRequestError(message, field="prompt_name", value=name)
-    chosen = name if known is None or name is not None else known.default
-    given = _as_mapping(prompt)
-    if chosen is None or "prompt_token_ids" in given:
-        if name is None:
-            return prompt
-        raise InvalidRequestError("is for texts, and these are token ids", field="prompt_name", value=name)
-    if known is not None and not known.are_pooled and by_name[chosen]:
-        message = "the model pools no tokens of prompts (include_prompt: false), which is not served"
-        raise InvalidRequestError(message, field="prompt_name", value=name)
-    return {**given, "prompt": f"{by_name[chosen]}{given['prompt']}"} if isinstance(given["prompt"], str) else prompt
-
-
-def _keep_start(
-    tokenizer: Tokenizer | None, text: str | None, token_ids: tuple[int, ...], most: int
-) -> tuple[int, ...]:
-    """Returns the first tokens of a text, between those that the tokenizer puts around; of given ids the first ones."""
-    if text is None or tokenizer is None or len(token_ids) <= most:
-        return token_ids[:most]
-    return tuple(tokenizer.encode_start(text, most))
-
-
 def _check_options(prompt: Prompt, options: RequestOptions, find_adapter: FindAdapter) -> dict[str, Any]:
     """Returns the fields of `make_fields`, with the prompt's own `cache_salt` if it has one."""
     if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
         options["cache_salt"] = prompt["cache_salt"]
     return make_fields(options, find_adapter)
-
-
-def _as_mapping(prompt: object) -> Mapping[str, Any]:
-    """Returns a prompt of any form as a mapping.
-
-    Raises:
-        InvalidRequestError: a mapping has an unknown key or no prompt.
-    """
-    if not isinstance(prompt, Mapping):
-        is_text = isinstance(prompt, str) or not isinstance(prompt, Sequence)
-        return {"prompt" if is_text else "prompt_token_ids": prompt}
-    unknown = [name for name in prompt if name not in _PROMPT_KEYS]
-    if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
-        message = f"must have 'prompt' or 'prompt_token_ids', and 'cache_salt' at most; got {shorten(list(prompt))}"
-        raise InvalidRequestError(message, field="prompt", value=prompt)
-    return prompt
 
 
 def _check_logprobs(field: str, count: int | None, most: int) -> None:

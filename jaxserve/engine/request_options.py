@@ -43,6 +43,7 @@ class ChatArguments(RequestArguments, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None  # None: unless a message is continued
     continue_final_message: bool
+    mm_processor_kwargs: Mapping[str, Any] | None
 
 
 class PoolingArguments(TypedDict, total=False):

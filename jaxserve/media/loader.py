@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, final
 
 from jaxserve.media.decode import ImageLimits
@@ -13,8 +14,10 @@ from jaxserve.media.parts import ImagePart
 from jaxserve.media.processors import ImageProcessor
 from jaxserve.media.reader import read_pillow
 from jaxserve.media.sources import ImageFile, MediaSources
+from jaxserve.workers import WorkerPoolBusyError
 
 Read = Callable[[ImageFile, ImageProcessor, str], MediaItem]
+Admit = Callable[[MediaItem], None]  # raises if an item more is too much
 
 
 @final
@@ -43,22 +46,54 @@ class ImageLoader:
         """
         self._sources, self._read, self._processor, self._limits = sources, read, processor, limits
         self._threads = ThreadPoolExecutor(num_threads, "jaxserve-images")
+        self._num_threads, self._turns = num_threads, asyncio.Semaphore(num_threads)
         self._fetched = asyncio.Semaphore(num_fetched)
 
-    async def load(self, parts: Sequence[ImagePart], options: Mapping[str, Any] | None = None) -> list[MediaItem]:
+    async def load(
+        self,
+        parts: Sequence[ImagePart],
+        options: Mapping[str, Any] | None = None,
+        *,
+        admit: Admit = lambda item: None,
+        longest_wait: float | None = None,
+    ) -> list[MediaItem]:
         """Returns the items of a request's images, in their order.
 
         Args:
             options: the request's `mm_processor_kwargs`.
+            admit: called with each item as it comes; if it raises, the images that wait are not decoded.
+            longest_wait: seconds that an image may wait for a thread; None: no limit.
 
         Raises:
             InvalidRequestError: the options, or the first image that is wrong; names the part and the limit.
-            WorkerPoolBusyError, WorkerPoolClosedError, WorkerStartError: as `ImageReader.read`.
+            WorkerPoolBusyError: others' images kept all threads at work; nothing is wrong with these.
+            WorkerPoolClosedError, WorkerStartError: as `ImageReader.read`.
         """
         processor = self._processor.with_options(options or {})
-        found = await asyncio.gather(*(self._load(part, processor) for part in parts), return_exceptions=True)
+        few = asyncio.Semaphore(self._num_threads)  # a request with many images leaves turns to others
+        refusals: list[Exception] = []
+
+        async def decode(part: ImagePart, file: ImageFile | None) -> MediaItem:
+            async with few, self._take_turn(longest_wait):
+                if refusals:
+                    raise refusals[0]
+                item = await self._decode(part, file, processor.with_detail(part.detail))
+                try:
+                    admit(item)
+                except Exception as error:
+                    refusals.append(error)
+                    raise
+                return item
+
+        async def load(part: ImagePart) -> MediaItem:
+            if not part.is_remote:
+                return await decode(part, None)
+            async with self._fetched:
+                return await decode(part, await self._sources.load(part))
+
+        found = await asyncio.gather(*map(load, parts), return_exceptions=True)
         items: list[MediaItem] = []
-        for each in found:
+        for each in (*refusals, *found):
             if isinstance(each, BaseException):
                 raise each
             items.append(each)
@@ -68,14 +103,24 @@ class ImageLoader:
         """Takes no more work; what is under way ends with the reader."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _load(self, part: ImagePart, processor: ImageProcessor) -> MediaItem:
-        processor = processor.with_detail(part.detail)
+    async def _decode(self, part: ImagePart, file: ImageFile | None, processor: ImageProcessor) -> MediaItem:
+        """Returns an image's item; its file is read now if it comes with the request, so that few are in memory."""
         if part.url is None:
             return await self._run(read_pillow, part.image, processor, self._limits, part.field)
-        if not part.is_remote:
-            return await self._run(self._read, await self._sources.load(part), processor, part.field)
-        async with self._fetched:
-            return await self._run(self._read, await self._sources.load(part), processor, part.field)
+        return await self._run(self._read, file or await self._sources.load(part), processor, part.field)
 
     async def _run(self, function: Callable[..., MediaItem], *args: Any) -> MediaItem:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    @asynccontextmanager
+    async def _take_turn(self, longest_wait: float | None) -> AsyncIterator[None]:
+        """Holds one of the threads. Requests get turns in the order in which they ask."""
+        try:
+            async with asyncio.timeout(longest_wait):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise WorkerPoolBusyError("other images kept all threads at work") from None
+        try:
+            yield
+        finally:
+            self._turns.release()

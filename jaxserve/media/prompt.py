@@ -1,7 +1,8 @@
 """Puts the placeholders of images into prompts.
 
 A chat template writes one mark for an image. It becomes one placeholder token with the family's tokens around it
-(`write`), and, once the prompt is tokenized, as many placeholders as the image has (`expand`).
+(`write`), and, once the prompt is tokenized, as many placeholders as the image has (`expand`). `locate_images` is what
+steps read of all images of a prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, TokenizerError
-from jaxserve.media.items import MediaItem, MediaSpan
+from jaxserve.media.items import MediaItem, MediaSpan, PromptImages
+from jaxserve.media.positions import find_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +78,30 @@ class ImageTokens:
         rows = item.grid[1] // self.merge_size
         row = [self.placeholder_id] * (item.num_tokens // rows) + [self.row_end_id]
         return [*(row * rows)[:-1], self.end_id]
+
+
+def locate_images(
+    ids: Sequence[int], items: Sequence[MediaItem], tokens: ImageTokens, merge_size: int | None = None
+) -> tuple[list[int], PromptImages | None]:
+    """Returns a prompt's ids with all placeholders, and its images in their places; None if there are none.
+
+    Args:
+        ids: with one placeholder for each image.
+        items: the images in the order of the prompt.
+        merge_size: patches of a token on each side, in models whose rotary positions have three parts; None: in others.
+
+    Raises:
+        InvalidRequestError: there are not as many placeholders as images.
+    """
+    import numpy as np
+
+    if not items:
+        return list(ids), None
+    expanded, spans = tokens.expand(ids, items)
+    end = spans[-1].end
+    places = np.flatnonzero(np.array(expanded[:end]) == tokens.placeholder_id).astype(np.int32)
+    if merge_size is None:
+        return expanded, PromptImages(tuple(items), spans, places)
+    positions, rope_delta = find_positions(end, spans, merge_size)  # those behind the last image follow from the delta
+    shifts = positions - np.arange(end, dtype=np.int32) - np.int32(rope_delta)
+    return expanded, PromptImages(tuple(items), spans, places, shifts, rope_delta)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.errors import InvalidRequestError
@@ -20,6 +21,7 @@ MEMORY_BYTES = 1536 << 20  # address space for an image; a WebP of 64 megapixels
 MAX_PROCESSES = 2
 _WAIT_S = 60.0  # for a process; callers that have as many threads as there are processes do not wait
 _PROGRAM = Path(__file__).with_name("worker.py")
+_LOADING = Lock()  # Pillow reads the file of an opened image in place, and a caller may give one image twice
 
 
 @final
@@ -111,6 +113,8 @@ def read_pillow(image: Image, processor: ImageProcessor, limits: ImageLimits, fi
     """
     check_size(image.height, image.width, limits, field)
     try:
+        with _LOADING:
+            image.load()
         rgb = to_rgb(image.copy())
     except (OSError, SyntaxError, ValueError) as error:  # a file that was opened, but is read only now
         raise InvalidRequestError(f"cannot be decoded: {error}", field=field) from error

@@ -18,6 +18,7 @@ FLOORS = {
     "jaxserve.vllm_names": "F1.2",
     "jaxserve.model_options": "F1.2",
     "jaxserve.lora_options": "F1.2",
+    "jaxserve.media_options": "F1.2",
     "jaxserve.parallel_options": "F1.2",
     "jaxserve.pooling_options": "F1.2",
     "jaxserve.pooling_params": "F1.2",

@@ -136,7 +136,9 @@ def test_prompts_have_every_form_of_the_field() -> None:
     ("prompt", "field"),
     [
         ({"cache_salt": "s"}, "prompt"),
-        ({"prompt": "hi", "multi_modal_data": {}}, "prompt"),
+        ({"prompt": "hi", "multi_modal_data": {"image": []}}, "multi_modal_data"),
+        ({"prompt": "hi", "mm_processor_kwargs": {"max_pixels": 1}}, "mm_processor_kwargs"),
+        ({"prompt": "hi", "multi_modal_uuids": {"image": ["a"]}}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": 5, "prompt_token_ids": [5]}, "prompt"),
         ({"prompt": "hi", "cache_salt": 5}, "cache_salt"),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.prompts import RequestFactory, list_prompts
+from jaxserve.engine.prompt_forms import list_prompts
+from jaxserve.engine.prompts import RequestFactory
 from jaxserve.engine.request_options import (
     ChatOptions,
     RequestOptions,

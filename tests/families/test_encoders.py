@@ -22,7 +22,7 @@ from jaxserve.core.weights.json_files import read_hf_config
 from jaxserve.core.weights.sentence_transformers import Prompts
 from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.engine.pooling import choose_pooling, require_dimensions
-from jaxserve.engine.prompts import add_prompt
+from jaxserve.engine.prompt_forms import add_prompt
 from jaxserve.errors import ConfigError, InvalidRequestError, NonFiniteLogitsError
 from jaxserve.families.registry import param_specs, parse_config, weight_sources
 from jaxserve.features.choose import make_shapes

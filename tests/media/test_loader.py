@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxserve.media.parts import ImagePart
 from jaxserve.media.processors import ImageProcessor, read_processor
 from jaxserve.media.processors.settings import ImageSettings
 from jaxserve.media.sources import ImageFile, MediaSources, SourceOptions
+from jaxserve.workers import WorkerPoolBusyError
 from tests.media.pictures import CHECKPOINTS, draw
 from tests.media.test_fetch import GOOD, NAME, Host, Resolver
 
@@ -119,3 +121,68 @@ def test_few_are_fetched_at_once_and_own_data_does_not_wait_for_them(make: Made)
             assert most == 2
 
     asyncio.run(run())
+
+
+def test_what_is_too_much_ends_the_rest(make: Made) -> None:
+    """Images that still wait are not decoded."""
+    decoded: list[bytes] = []
+
+    def count(file: ImageFile, processor: ImageProcessor, field: str) -> MediaItem:
+        decoded.append(file.data)
+        return read(file, processor, field)
+
+    def admit(item: MediaItem) -> None:
+        if len(decoded) >= 4:
+            raise InvalidRequestError("too many", field="messages")
+
+    loader = make(read=count)
+    with pytest.raises(InvalidRequestError, match="too many"):
+        asyncio.run(loader.load([data("a", at) for at in range(100)], admit=admit))
+    assert len(decoded) <= 6, "two more were under way"
+
+
+def test_a_request_of_many_images_leaves_turns_to_others(make: Made) -> None:
+    order: list[bytes] = []
+
+    def count(file: ImageFile, processor: ImageProcessor, field: str) -> MediaItem:
+        order.append(file.data)
+        return read(file, processor, field)
+
+    async def run() -> None:
+        loader = make(read=count)
+        many = asyncio.create_task(loader.load([data("many", at) for at in range(50)]))
+        await asyncio.sleep(0)
+        await loader.load([data("own")])
+        assert order.index(b"own") < 10
+        await many
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_for_ever_for_others_images(make: Made) -> None:
+    started, go = threading.Semaphore(0), threading.Event()
+
+    def hang(file: ImageFile, processor: ImageProcessor, field: str) -> MediaItem:
+        started.release()
+        go.wait()
+        return read(file, processor, field)
+
+    async def run() -> None:
+        loader = make(read=hang)
+        slow = asyncio.create_task(loader.load([data("a"), data("b")]))
+        await asyncio.to_thread(lambda: [started.acquire() for _ in range(2)])
+        with pytest.raises(WorkerPoolBusyError):
+            await loader.load([data("c")], longest_wait=0.01)
+        go.set()
+        assert [item.digest for item in await slow] == [b"a", b"b"]
+        assert (await loader.load([data("c")], longest_wait=10.0))[0].digest == b"c"
+
+    asyncio.run(run())
+
+
+def test_an_image_that_is_given_twice_is_read_once(make: Made, tmp_path: Path) -> None:
+    """Pillow reads an opened file in place, here in two threads."""
+    Image.fromarray(draw(800, 900)).save(tmp_path / "a.png")
+    image = Image.open(tmp_path / "a.png")
+    items = asyncio.run(make().load([ImagePart(f"part[{at}]", None, image) for at in range(8)]))
+    assert len({item.digest for item in items}) == 1

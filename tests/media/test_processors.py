@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,24 @@ def test_options_out_of_range_are_refused(name: str, options: dict[str, Any], fi
     with pytest.raises(InvalidRequestError) as error:
         make(name).with_options(options)
     assert error.value.field == f"mm_processor_kwargs.{field}"
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_no_image_has_more_patches_than_its_processor_says(name: str) -> None:
+    """Nor more than it was limited to, down to the least that it takes."""
+    whole = make(name).shape
+    for most in (whole.most_patches, whole.most_patches // 2, whole.most_patches // 5, whole.least_patches):
+        if most < whole.least_patches:
+            continue
+        shape = whole.limit_patches(most)
+        assert shape.most_patches <= most and shape.least_patches <= shape.most_patches
+        found = [0]
+        for height, width in ((1, 1), (4, 4), (100, 110), (300, 280), (900, 5000), (4000, 3000), (6000, 6000)):
+            grid = shape.find_grid(*shape.choose_size(height, width, "image"))
+            found.append(math.prod(grid))
+            assert math.prod(grid) <= shape.most_patches and shape.count_tokens(grid) <= shape.most_tokens
+        assert 0.9 * shape.most_patches <= max(found), "it says no more than there is"
+    assert whole.limit_patches(2 * whole.most_patches) == whole
 
 
 def test_detail_is_a_limit_of_pixels() -> None:

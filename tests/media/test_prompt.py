@@ -14,7 +14,7 @@ from jaxserve.errors import InvalidRequestError, TokenizerError
 from jaxserve.media.items import MediaItem, MediaSpan
 from jaxserve.media.patch_positions import find_places, stretch_table
 from jaxserve.media.positions import find_positions
-from jaxserve.media.prompt import ImageTokens
+from jaxserve.media.prompt import ImageTokens, locate_images
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "images.json").read_text())
 QWEN = ImageTokens(mark="<|image_pad|>", placeholder="<|image_pad|>", placeholder_id=9)
@@ -84,6 +84,30 @@ def test_positions_are_those_of_transformers(golden: dict[str, Any]) -> None:
     assert positions.dtype == np.int32
     np.testing.assert_array_equal(positions, golden["positions"])
     assert delta == golden["delta"]
+
+
+def test_images_are_located_in_a_prompt() -> None:
+    items = [make_item(4, 6, mark=1), make_item(8, 2, mark=2)]
+    ids, images = locate_images([1, 9, 2, 3, 9, 4, 5], items, QWEN, 2)
+    assert images is not None and images.items == tuple(items)
+    assert ids == [1, *[9] * 6, 2, 3, *[9] * 4, 4, 5]
+    assert images.places.dtype == np.int32 and images.places.tolist() == [*range(1, 7), *range(9, 13)]
+    assert [(span.start, span.end, span.digest) for span in images.spans] == [
+        (1, 7, items[0].digest),
+        (9, 13, items[1].digest),
+    ]
+    positions, delta = find_positions(len(ids), images.spans, 2)
+    assert images.rope_delta == delta == -3 and images.shifts is not None and images.shifts.dtype == np.int32
+    assert images.shifts.shape == (3, 13)
+    shifts = np.concatenate([images.shifts, np.zeros((3, len(ids) - 13), np.int32)], 1)  # 0 behind the last image
+    np.testing.assert_array_equal(np.arange(len(ids)) + delta + shifts, positions)
+
+
+def test_images_of_models_with_plain_positions_have_places_only() -> None:
+    ids, images = locate_images([9, 9], [make_item(4, 6), make_item(2, 2)], PIXTRAL)
+    assert images is not None and images.shifts is None and images.rope_delta == 0
+    assert [ids[at] for at in images.places] == [9] * 7 and ids == [9, 9, 9, 7, 9, 9, 9, 8, 9, 8]
+    assert locate_images([1, 2], [], PIXTRAL) == ([1, 2], None)
 
 
 @pytest.mark.parametrize("golden", GOLDENS["patches"], ids=lambda golden: str(golden["grid"]))

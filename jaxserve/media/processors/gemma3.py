@@ -27,6 +27,25 @@ class Gemma3Shape:
     patch_size: int
     num_tokens: int  # the tower's output is pooled to so many
 
+    @property
+    def most_patches(self) -> int:
+        """Those of the one size."""
+        return (self.size // self.patch_size) ** 2
+
+    @property
+    def most_tokens(self) -> int:
+        """The one number."""
+        return self.num_tokens
+
+    @property
+    def least_patches(self) -> int:
+        """Those of the one size."""
+        return self.most_patches
+
+    def limit_patches(self, most: int) -> Self:
+        """Returns the shape itself."""
+        return self
+
     def choose_size(self, height: int, width: int, field: str) -> tuple[int, int]:
         """Returns the one size."""
         return self.size, self.size

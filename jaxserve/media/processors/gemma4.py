@@ -29,6 +29,26 @@ class Gemma4Shape:
     patch_size: int
     pooling_kernel_size: int
 
+    @property
+    def most_patches(self) -> int:
+        """Those of all tokens."""
+        return self.max_soft_tokens * self.pooling_kernel_size**2
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_soft_tokens`."""
+        return self.max_soft_tokens
+
+    @property
+    def least_patches(self) -> int:
+        """Those of the fewest tokens."""
+        return SOFT_TOKENS[0] * self.pooling_kernel_size**2
+
+    def limit_patches(self, most: int) -> Self:
+        """Returns the shape with fewer tokens."""
+        room = min(most // self.pooling_kernel_size**2, self.max_soft_tokens)
+        return replace(self, max_soft_tokens=max(count for count in SOFT_TOKENS if count <= room))
+
     def choose_size(self, height: int, width: int, field: str) -> tuple[int, int]:
         """Returns multiples of a token's edge, below the size that would have exactly the pixels of all tokens."""
         token = self.patch_size * self.pooling_kernel_size

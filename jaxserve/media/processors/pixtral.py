@@ -27,6 +27,26 @@ class PixtralShape:
     patch_size: int
     merge_size: int
 
+    @property
+    def most_patches(self) -> int:
+        """Those of a square with the longest edge."""
+        return self.most_tokens * self.merge_size**2
+
+    @property
+    def most_tokens(self) -> int:
+        """The blocks of such a square."""
+        return math.ceil(self.longest_edge / (self.patch_size * self.merge_size)) ** 2
+
+    @property
+    def least_patches(self) -> int:
+        """Those of a block."""
+        return self.merge_size**2
+
+    def limit_patches(self, most: int) -> Self:
+        """Returns the shape with a shorter longest edge."""
+        blocks = math.isqrt(most // self.merge_size**2)
+        return replace(self, longest_edge=min(self.longest_edge, blocks * self.patch_size * self.merge_size))
+
     def choose_size(self, height: int, width: int, field: str) -> tuple[int, int]:
         """Returns the size, scaled to the longest edge if it is above that, and then rounded up to blocks."""
         ratio = max(height, width) / self.longest_edge

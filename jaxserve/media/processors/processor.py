@@ -24,6 +24,21 @@ class ImageShape(Protocol):
 
     family: ClassVar[str]
 
+    @property
+    def most_patches(self) -> int:
+        """The patches that no image has more of."""
+
+    @property
+    def most_tokens(self) -> int:
+        """The placeholders of an image with so many patches."""
+
+    @property
+    def least_patches(self) -> int:
+        """The least that `limit_patches` takes: smaller images would be worth little, or the family has one size."""
+
+    def limit_patches(self, most: int) -> Self:
+        """Returns the shape whose images have at most so many patches, at least `least_patches`."""
+
     def choose_size(self, height: int, width: int, field: str) -> tuple[int, int]:
         """Returns the height and width that an image is resized to; InvalidRequestError if it has no such size."""
 

@@ -35,6 +35,31 @@ class Qwen3VLShape:
         """The edge of a block of patches in pixels."""
         return self.patch_size * self.merge_size
 
+    @property
+    def most_patches(self) -> int:
+        """The patches of all blocks that `max_pixels` have room for."""
+        return self.most_tokens * self.merge_size**2
+
+    @property
+    def most_tokens(self) -> int:
+        """The blocks that `max_pixels` have room for."""
+        return self.max_pixels // self.block**2
+
+    @property
+    def least_patches(self) -> int:
+        """The patches of `min_pixels`."""
+        return -(-self.min_pixels // self.block**2) * self.merge_size**2
+
+    def limit_patches(self, most: int) -> Self:
+        """Returns the shape with a lower `max_pixels`.
+
+        `min_pixels` is at most half of that: small images grow to it by whole blocks, and must not pass the limit.
+        """
+        if most >= self.most_patches:
+            return self
+        pixels = most // self.merge_size**2 * self.block**2
+        return replace(self, min_pixels=min(self.min_pixels, pixels // 2), max_pixels=pixels)
+
     def choose_size(self, height: int, width: int, field: str) -> tuple[int, int]:
         """Returns the multiples of a block nearest to the size; scaled where the pixels leave the limits."""
         if max(height, width) > MOST_ASPECT * min(height, width):

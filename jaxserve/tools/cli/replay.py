@@ -15,7 +15,7 @@ from jaxserve.errors import RecordingError, shorten
 
 if TYPE_CHECKING:
     from jaxserve.core.models.base import DecoderConfig
-    from jaxserve.engine.build import BuiltRunner
+    from jaxserve.engine.built import BuiltRunner
     from jaxserve.engine.model_files import ModelFiles
     from jaxserve.features.recording.replay import Difference, RecordingReader, ReplaySummary
 
