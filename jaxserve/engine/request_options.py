@@ -19,6 +19,7 @@ from jaxserve.sampling_params import OutputKind
 from jaxserve.vllm_names import check_arguments
 
 if TYPE_CHECKING:
+    from jaxserve.media.prompt import ImageTokens
     from jaxserve.tokenizers.chat import Renderer
 
 type FindAdapter = Callable[[LoRARequest], Adapter]
@@ -94,6 +95,7 @@ class ChatOptions(RequestOptions, total=False):
     render: Renderer | None
     variables: Mapping[str, Any] | None
     defaults: Mapping[str, Any] | None
+    image_tokens: ImageTokens | None
 
 
 _KNOWN: Mapping[str, frozenset[str]] = {

@@ -104,10 +104,13 @@ class ImageLoader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _decode(self, part: ImagePart, file: ImageFile | None, processor: ImageProcessor) -> MediaItem:
-        """Returns an image's item; its file is read now if it comes with the request, so that few are in memory."""
+        """Returns an image's item; only now its file is read, if it comes with the request: few are in memory."""
         if part.url is None:
             return await self._run(read_pillow, part.image, processor, self._limits, part.field)
-        return await self._run(self._read, file or await self._sources.load(part), processor, part.field)
+        return await self._run(self._read_file, part, file, processor)
+
+    def _read_file(self, part: ImagePart, file: ImageFile | None, processor: ImageProcessor) -> MediaItem:
+        return self._read(file or self._sources.read(part), processor, part.field)
 
     async def _run(self, function: Callable[..., MediaItem], *args: Any) -> MediaItem:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

@@ -52,7 +52,13 @@ class MediaSources:
         self._fetcher = fetcher or Fetcher(options.allowed_media_domains, max_bytes=limits.max_bytes)
 
     async def load(self, part: ImagePart) -> ImageFile:
-        """Returns an image's file.
+        """Returns the file of an image that a host has, or as `read`."""
+        if part.is_remote and part.url is not None and len(part.url) <= _MOST_URL:
+            return ImageFile(await self._fetcher.fetch(part.url, part.field), is_base64=False)
+        return self.read(part)
+
+    def read(self, part: ImagePart) -> ImageFile:
+        """Returns the file of an image that comes with the request, or that a folder has.
 
         Raises:
             InvalidRequestError: its source is not allowed, or does not give it; names the part and the option.
@@ -64,8 +70,6 @@ class MediaSources:
         if len(part.url) > _MOST_URL:
             message = f"a URL may have {_MOST_URL:,} characters, got {len(part.url):,}; longer ones must be data"
             raise InvalidRequestError(message, field=part.field)
-        if part.is_remote:
-            return ImageFile(await self._fetcher.fetch(part.url, part.field), is_base64=False)
         if scheme == "file":
             return ImageFile(self._read_file(part.url, part.field), is_base64=False)
         message = f"must be a URL of data, http, https or file, got {shorten(part.url)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -144,6 +145,9 @@ async def answer[B: SamplingFields](
         return conversation, make_request(conversation, state, options)
 
     conversation, request = await prepare(http, body, state, make)
+    if conversation.images:  # a long answer must not hold their data
+        body.drop_conversation()
+        conversation = replace(conversation, images=())
     (request,) = name_requests([request], http)
     parse = partial(make_parser, conversation, request, state)
     count = partial(_make_counter, parse, request, state)

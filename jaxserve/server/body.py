@@ -14,9 +14,11 @@ from jaxserve.server.errors import ApiError, explain_validation
 from jaxserve.server.gate import too_large
 from jaxserve.server.generation import make_request_options
 from jaxserve.server.grammar_lane import NewGrammarError
+from jaxserve.server.images import NewImagesError
 from jaxserve.server.protocol.fields import Body
 from jaxserve.server.request_context import get_context
 from jaxserve.server.server_state import ServerState
+from jaxserve.server.stream import run_while_connected
 from jaxserve.structured_params import StructuredOutputsParams
 
 _PREPARE_HERE = 2048  # bytes; smaller bodies are rendered and tokenized on the event loop
@@ -75,7 +77,8 @@ async def prepare[B: Body, T](
 ) -> T:
     """Returns `make(body, state, options)`, run in a thread unless the body is short.
 
-    A new grammar is compiled apart, because it may take long. What is made then is made once more.
+    Images are loaded apart, and a new grammar is compiled apart, because they may take long. What is made then is made
+    once more, with the images among the options.
     """
     options = make_request_options(request, body, state)
     longest_wait = state.config.limits.find_longest_wait(options["service_tier"])
@@ -86,6 +89,10 @@ async def prepare[B: Body, T](
         try:
             made = await _prepare(request, body, state, partial(make, body, state, options), longest_wait)
             break
+        except NewImagesError as new_images:
+            assert state.images is not None
+            load = state.images.load(request, new_images, longest_wait)
+            options["images"] = await run_while_connected(request, load, state)
         except NewGrammarError as new:
             owner, compile_it = get_context(request.scope).salt, state.engine.requests.grammars.compile
             known[new.params.key] = await state.grammars.compile(

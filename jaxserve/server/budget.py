@@ -1,40 +1,47 @@
-"""A limit on the bytes of all request bodies that the server holds at once."""
+"""Limits on bytes that all requests together hold at once: their bodies, and the images decoded of these."""
 
 from __future__ import annotations
 
 from jaxserve.server.errors import ApiError
 
 FREE_BYTES = 64 * 2**10  # per body are not counted, so small bodies are accepted beside large ones
-_RETRY_AFTER = 5  # seconds; by then some bodies have been prepared
+_RETRY_AFTER = 5  # seconds; by then some have been prepared
 
 
-class BodyBudget:
-    """The bytes that all bodies being read and prepared may have together."""
+class ByteBudget:
+    """The bytes that all requests may hold together."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, what: str, code: str, *, free: int = 0) -> None:
+        """Holds none.
+
+        Args:
+            what: the bytes are those of, in the plural, as the refusal begins.
+            code: of the refusal.
+            free: bytes of each share that are not counted.
+        """
+        self.limit, self.what, self.code, self.free = limit, what, code, free
         self.held = 0
 
-    def open(self) -> BodyShare:
-        """Returns the empty share of a new body."""
-        return BodyShare(self)
+    def open(self) -> ByteShare:
+        """Returns the empty share of a new request."""
+        return ByteShare(self)
 
 
-class BodyShare:
-    """One body's part of the budget."""
+class ByteShare:
+    """One request's part of a budget."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
         self._held = 0
 
     def grow(self, size: int) -> None:
-        """Counts a body that has `size` bytes by now; ApiError 429 when all bodies together exceed the budget."""
-        budget, wanted = self._budget, max(0, size - FREE_BYTES) - self._held
+        """Counts `size` bytes that the request has by now; ApiError 429 when all together exceed the budget."""
+        budget, wanted = self._budget, max(0, size - self._budget.free) - self._held
         if budget.held + wanted > budget.limit:
             self.close()
-            message = f"Request bodies already hold {budget.held} of {budget.limit} bytes; try again."
+            message = f"{budget.what} already hold {budget.held} of {budget.limit} bytes; try again."
             headers = {"Retry-After": str(_RETRY_AFTER), "Connection": "close"}
-            raise ApiError(429, message, code="too_many_body_bytes", headers=headers)
+            raise ApiError(429, message, code=budget.code, headers=headers)
         budget.held += wanted
         self._held += wanted
 

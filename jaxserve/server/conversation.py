@@ -9,7 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.media.items import MediaItem
+from jaxserve.media.parts import ImagePart
 from jaxserve.request import Request
+from jaxserve.server.errors import ApiError
+from jaxserve.server.images import NewImagesError
 from jaxserve.server.prompts import make_params
 from jaxserve.server.server_state import ServerState
 from jaxserve.server.tools import (
@@ -32,6 +36,8 @@ class Conversation:
     """Everything that a body asks of the model."""
 
     messages: Sequence[Mapping[str, Any]]  # as chat templates take them; `encode_chat` checks them
+    images: Sequence[ImagePart] = ()  # that were taken from them
+    image_options: Mapping[str, Any] | None = None  # of the image processor, for these
     tools: ToolSet | None = None  # and how they may be called
     call_form: StructuredOutputsParams | None = None  # of a named tool's call, which is the whole answer
     form: StructuredOutputsParams | None = None  # of an answer that is not forced to be a call
@@ -69,16 +75,46 @@ def list_template_options(conversation: Conversation, state: ServerState) -> dic
         "add_generation_prompt": not conversation.continue_final_message if begins is None else begins,
         "continue_final_message": conversation.continue_final_message,
         "render": state.preparation.choose_renderer(),
+        "image_tokens": None if state.images is None else state.images.options.tokens,
     }
+
+
+def encode_prompt(
+    conversation: Conversation, state: ServerState, items: Sequence[MediaItem] | None = None
+) -> list[int]:
+    """Returns the token ids of a conversation's prompt.
+
+    Args:
+        items: its images, if they are loaded.
+
+    Raises:
+        NewImagesError: they are not.
+        InvalidRequestError, TokenizerError: as `make_request`.
+    """
+    from jaxserve.tokenizers.chat import encode_chat
+
+    _require_images(conversation, items)
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(400, "This server has no tokenizer: it takes token ids only.", code="no_tokenizer")
+    ids = encode_chat(tokenizer, conversation.messages, **list_template_options(conversation, state))[1]
+    return ids if state.images is None or not items else state.images.expand(ids, items)
+
+
+def _require_images(conversation: Conversation, items: Sequence[MediaItem] | None) -> None:
+    """Raises NewImagesError if the images of a conversation are not loaded."""
+    if conversation.images and items is None:
+        raise NewImagesError(conversation.images, conversation.image_options)
 
 
 def make_request(conversation: Conversation, state: ServerState, options: Mapping[str, Any]) -> Request:
     """Returns the engine request, with the prompt rendered and the parameters checked.
 
     Args:
-        options: of `make_request_options`.
+        options: of `make_request_options`; and the conversation's `images`, if they are loaded.
 
     Raises:
+        NewImagesError: they are not.
         InvalidRequestError: names the field.
         TokenizerError: there is no template, or it fails on these messages.
     """
@@ -112,6 +148,7 @@ def make_request(conversation: Conversation, state: ServerState, options: Mappin
     if needs_special_tokens(reasoning_parser) or (needs_special_tokens(tool_parser) and forced is None):
         given["skip_special_tokens"] = False
     params = make_params(given, engine.defaults)
+    _require_images(conversation, options.get("images"))
     with _name_tools(conversation.form) if form is not conversation.form else nullcontext():
         return engine.requests.make_chat(conversation.messages, params, **template, **options)
 

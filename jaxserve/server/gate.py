@@ -133,8 +133,10 @@ class Guard:
         except ApiError as refusal:  # routes have handlers of their own
             await refusal.to_response(path)(scope, receive, send)
         finally:
-            if (share := get_context(scope).body_share) is not None:  # closed already once the body was prepared
-                share.close()
+            context = get_context(scope)
+            for share in (context.body_share, context.image_share):  # the first is closed once the body is prepared
+                if share is not None:
+                    share.close()
 
     def _check(self, scope: Scope, path: str) -> None:
         headers, context = Headers(scope=scope), get_context(scope)

@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
         await self._wait_for_streams(self._timeout)
         if self._state.num_streams and self._state.llm is not None:
             _log.warning("shutdown_timeout has passed: %d requests are aborted", self._state.num_streams)
-            self._state.preparation.close()
+            self._state.end_processes()
             _end_engine(self._state.llm)
             await self._wait_for_streams(_CLOSING_TIME)
         self._state.has_drained = self.should_exit = True
@@ -219,7 +219,7 @@ def read_server_keys(config: ServerConfig) -> Keys:
 def _end(server: Server, state: ServerState) -> None:
     """Shuts the engine down and sends the last traces. What does not end in time is killed with the process."""
     faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True)  # also if Python's own exit hangs; it shows where
-    state.preparation.close()
+    state.end_processes()
     leaves_threads = server.force_exit or server.building.is_alive() or state.is_preparing
     if not server.force_exit:
         endings = [_start_ending(state.tracer.shutdown, "sending the last traces")]

@@ -71,6 +71,7 @@ class LimitOptions:
 
     max_body_bytes: int = option(32 * 2**20, "bytes of a request's body")
     max_body_bytes_total: int = option(256 * 2**20, "bytes of all bodies being read and prepared")
+    max_image_bytes_total: int = option(2 * 2**30, "bytes of resized images of all unfinished requests")
     max_header_bytes: int = option(16 * 2**10, "bytes of a request's head", "h11_max_incomplete_event_size")
     max_connections: int = option(4096, "connections at once")
     max_streams: int = option(2048, "requests being answered at once; more get 429")
@@ -96,6 +97,7 @@ class LimitOptions:
 
     def __post_init__(self) -> None:
         check_at_least(self, max_body_bytes=1, max_body_bytes_total=1, max_header_bytes=1024)
+        check_at_least(self, max_image_bytes_total=1)
         check_at_least(self, max_connections=1, max_streams=1, max_prompts=1, max_prompt_logprobs=1, max_n=1)
         check_at_least(self, max_pooled_numbers=1)
         check_at_least(self, max_sequences_per_request=1, max_priority=PRIORITIES.start)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope, Send
 
-from jaxserve.server.budget import BodyShare
+from jaxserve.server.budget import ByteShare
 from jaxserve.server.keys import NO_TENANT, KeyRights
 
 _KEY = "jaxserve.context"
@@ -22,7 +22,8 @@ class RequestContext:
     send: Send | None = None  # the connection's own, which skips the access log; None behind the answer: AccessLog
     salt: str = ""  # separates the cached prefixes of API keys; empty without keys, and with one: Guard
     rights: KeyRights = NO_TENANT  # those of its API key: Guard
-    body_share: BodyShare | None = None  # bytes that the body holds of the server's budget: read_body
+    body_share: ByteShare | None = None  # bytes that the body holds of the server's budget: read_body
+    image_share: ByteShare | None = None  # bytes that its images hold of another, to the answer's end: ServedImages
     prompt_tokens: int | None = None  # for the access log; None where nothing was generated: Generation
     output_tokens: int | None = None  # likewise: Generation
     service_tier: str | None = None  # likewise, and None for the default tier: Generation

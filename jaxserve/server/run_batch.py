@@ -100,7 +100,7 @@ def run_batch(
                     asyncio.run(batch.run(input_file, most, report))
             finally:
                 llm.shutdown()
-                state.preparation.close()
+                state.end_processes()
     return BatchSummary(len(numbers), batch.num_failed, len(output.recorded.keys))
 
 

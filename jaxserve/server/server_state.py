@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,11 +19,13 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import ProgressLines, Report, say_progress
 from jaxserve.errors import ConfigError, InvalidRequestError, QueueFullError
+from jaxserve.media.parts import ImagePart, take_images
 from jaxserve.request import Rank, ServiceTier
 from jaxserve.server.adapters import ServedAdapters
-from jaxserve.server.budget import BodyBudget
+from jaxserve.server.budget import FREE_BYTES, ByteBudget
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.grammar_lane import GrammarLane
+from jaxserve.server.images import ServedImages
 from jaxserve.server.keys import KeyRights
 from jaxserve.server.logprobs import TokenTexts
 from jaxserve.server.lora_modules import read_lora_modules
@@ -35,6 +37,7 @@ from jaxserve.server.single_flight import SingleFlight
 from jaxserve.server.tools import guess_reasoning_parser, guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
 from jaxserve.tokenizers import Tokenizer
+from jaxserve.tokenizers.messages import require_readable_parts
 
 _log = logging.getLogger(__name__)
 _LONGEST_RETRY = 60  # seconds
@@ -85,7 +88,8 @@ class ServerState:
     live: SingleFlight[bytes] = field(default_factory=lambda: SingleFlight(_LIVE_SECONDS))
     probe: SingleFlight[str | None] = field(default_factory=lambda: SingleFlight(_PROBE_SECONDS))
     has_drained: bool = False  # the last request has ended and the process is exiting; live views stop
-    bodies: BodyBudget = field(init=False)  # bytes of bodies being read and prepared
+    bodies: ByteBudget = field(init=False)  # bytes of bodies being read and prepared
+    images: ServedImages | None = None  # of a model that reads images
     omitted_tools: set[str] = field(default_factory=set)  # types of hosted tools that the log has named
     fingerprint: str = ""  # `system_fingerprint` of answers: version and engine options
     preparation: Preparation = field(init=False)
@@ -97,7 +101,8 @@ class ServerState:
         self.adapters = ServedAdapters(self.base_names, self.config.serving.lora_dir)
         self.max_sequences = self.config.limits.max_sequences_per_request
         digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
-        self.bodies = BodyBudget(self.config.limits.max_body_bytes_total)
+        most = self.config.limits.max_body_bytes_total
+        self.bodies = ByteBudget(most, "Request bodies", "too_many_body_bytes", free=FREE_BYTES)
         self.preparation = Preparation(self.config.limits.template_timeout)
         self.grammars = GrammarLane(self.config.limits.max_grammar_time)
         self.fingerprint = f"jaxserve-{__version__}-{digest[:8]}"
@@ -150,6 +155,10 @@ class ServerState:
             self._check_defaults(template, tokenizer)
             self.preparation.start(template)
             self._log_form(template, tokenizer)
+        if llm.requests.images is not None:
+            most = self.config.limits.max_image_bytes_total
+            self.images = ServedImages(llm.requests.images, ByteBudget(most, "Images", "too_many_image_bytes"))
+            self.metrics.images = self.images.counts
         self.adapters.open(llm.ready.adapters, read_lora_modules(serving.lora_modules))
         self.token_texts = TokenTexts(tokenizer)
         self.metrics.cache_config, self.metrics.adapters = llm.view.describe_cache(), llm.ready.adapters
@@ -178,6 +187,33 @@ class ServerState:
         with suppress(RenderTimeoutError):  # requests ask again
             for line in describe_form(make_form(template, named_tokens, self.preparation.choose_renderer())):
                 _log.info("chat template: %s", line)
+
+    def take_images(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
+    ) -> tuple[Sequence[Mapping[str, Any]], list[ImagePart]]:
+        """Returns messages without the data of their images, as `take_images` of media/parts.py does, and the images.
+
+        Args:
+            options: the body's `mm_processor_kwargs`.
+
+        Raises:
+            InvalidRequestError: the model is served for text and there are images, or options for them; or one of these
+                is malformed; or there is video, sound or a file.
+        """
+        images: list[ImagePart] = []
+        if self.images is not None:
+            self.images.check_options(options)
+            messages, images = take_images(messages, self.images.options.num_images)
+        elif options:
+            raise InvalidRequestError("is not read here: the model is served for text", field="mm_processor_kwargs")
+        require_readable_parts(messages, reads_images=self.images is not None)
+        return messages, images
+
+    def end_processes(self) -> None:
+        """Ends the processes that render templates and decode images. Work that needs one is answered by 503."""
+        self.preparation.close()
+        if self.images is not None:
+            self.images.close()
 
     def finish_warming(self) -> None:
         """Enters the ready phase once every program is compiled; a server that is already draining stays so."""

@@ -48,10 +48,10 @@ def count_images(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(each["content"].count(IMAGE) for each in messages if isinstance(each["content"], list))
 
 
-def require_text_parts(messages: Sequence[Mapping[str, Any]]) -> None:
+def require_readable_parts(messages: Sequence[Mapping[str, Any]], *, reads_images: bool = False) -> None:
     """Refuses images, video, sound and files by name, before anything about the length of their data is said.
 
-    Everything else is left to `check_messages`.
+    With `reads_images`, images may be there as `take_images` leaves them. Everything else is left to `check_messages`.
 
     Raises:
         InvalidRequestError: names the first such part.
@@ -59,8 +59,10 @@ def require_text_parts(messages: Sequence[Mapping[str, Any]]) -> None:
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         for at, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, Mapping) and (what := describe_kind(part.get("type"))) is not None:
-                raise _refuse_part(part, what, f"messages[{number}].content[{at}]")
+            what = describe_kind(part.get("type")) if isinstance(part, Mapping) else None
+            if what is not None and not (reads_images and part == IMAGE):
+                field = f"messages[{number}].content[{at}]"
+                raise _refuse_other(part, what, field) if reads_images else _refuse_part(part, what, field)
 
 
 def rename_reasoning(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -166,8 +168,13 @@ def _read_part(part: Any, field: str, role: str, image_roles: Sequence[str]) -> 
         raise _refuse_part(part, what, field)
     if part == IMAGE and role in image_roles:
         return IMAGE
-    message = f"is {what}; text is read here, and images in messages of {' and '.join(image_roles)}"
-    raise InvalidRequestError(message, field=field, value=part)
+    raise _refuse_other(part, what, field)
+
+
+def _refuse_other(part: Any, what: str, field: str) -> InvalidRequestError:
+    """Returns the refusal of a part, that holds `what`, by a model that reads images."""
+    message = f"is {what}; text is read here, and images in messages of {' and '.join(_IMAGE_ROLES)}"
+    return InvalidRequestError(message, field=field, value=part)
 
 
 def _refuse_part(part: Any, what: str | None, field: str) -> InvalidRequestError:

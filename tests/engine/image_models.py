@@ -32,10 +32,12 @@ SETTINGS = {
     "image_std": [0.5] * 3,
 }
 # As templates of Qwen3-VL are: content is one string, or parts.
-TEMPLATE = """{%- for message in messages -%}<|im_start|>{{ message.role }}
+TEMPLATE = """{%- if tools -%}<tools>{{ tools | tojson }}</tools>{%- endif -%}
+{%- for message in messages -%}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{%- else -%}{%- for part in message.content -%}
 {%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
-{%- endfor -%}{%- endif -%}<|im_end|>
+{%- endfor -%}{%- endif -%}
+{%- for call in message.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}<|im_end|>
 {% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}"""
 

@@ -16,7 +16,7 @@ from jaxserve.media.parts import IMAGE, take_images
 from jaxserve.media.prompt import ImageTokens
 from jaxserve.tokenizers import Tokenizer, load_tokenizer
 from jaxserve.tokenizers.chat import encode_chat
-from jaxserve.tokenizers.messages import check_messages, count_images, require_text_parts
+from jaxserve.tokenizers.messages import check_messages, count_images, require_readable_parts
 from tests.tokenizers import builders
 from tests.tokenizers.builders import CHAT_TEMPLATE
 
@@ -180,7 +180,7 @@ def test_a_model_with_a_tower_reads_images_and_nothing_else() -> None:
     ],
 )
 def test_a_model_without_a_tower_says_so(part: dict[str, Any], what: str) -> None:
-    for refuse in (check_messages, require_text_parts):
+    for refuse in (check_messages, require_readable_parts):
         with pytest.raises(InvalidRequestError, match=f"is {what}.*served for text") as error:
             refuse([ask(TEXT), ask(TEXT, part)])
         assert error.value.field == "messages[1].content[1]"
@@ -189,4 +189,4 @@ def test_a_model_without_a_tower_says_so(part: dict[str, Any], what: str) -> Non
 def test_images_are_counted() -> None:
     checked = check_messages([ask(IMAGE, TEXT, IMAGE), {"role": "assistant", "content": "image"}], reads_images=True)
     assert count_images(checked) == 2 and checked[1]["content"] == "image"
-    assert require_text_parts([{"role": "user", "content": "image_url"}, ask(TEXT), "no message"]) is None  # type: ignore[list-item]
+    assert require_readable_parts([{"role": "user", "content": "image_url"}, ask(TEXT), "no message"]) is None  # type: ignore[list-item]

@@ -28,7 +28,7 @@ from jaxserve.engine.metrics import (
     Table,
 )
 from jaxserve.engine.stats import AdapterStats, EngineStats
-from jaxserve.server.metrics.recorder import STATES, ServerMetrics, Tally
+from jaxserve.server.metrics.recorder import STATES, ImageCounts, ServerMetrics, Tally
 
 if TYPE_CHECKING:
     from jaxserve.features.lora.store import AdapterStore
@@ -218,8 +218,19 @@ class Page(Collector):
             yield self._make_histogram(name, text, by_tier, "service_tier")
         for name, text, read in _HISTOGRAMS:
             yield self._make_histogram(name, text, {(): read(metrics)})
+        if metrics.images is not None:
+            yield from self._collect_images(metrics.images)
         samples = [((state,), float(state == self.state)) for state in STATES]
         yield self._make(GaugeMetricFamily, "server_state", "1 for the server's present state.", samples, "state")
+
+    def _collect_images(self, counts: ImageCounts) -> Iterator[Metric]:
+        for name, text, value in (
+            ("images_total", "Images of requests that were decoded.", counts.num_images),
+            ("image_patches_total", "Patches of these images.", counts.num_patches),
+        ):
+            yield self._make(CounterMetricFamily, name, text, [((), float(value))])
+        text = "Bytes of the images of requests that are not finished, as they are resized."
+        yield self._make(GaugeMetricFamily, "image_bytes", text, [((), float(counts.read_bytes()))])
 
     def _collect_http(self) -> Iterator[Metric]:
         text = "HTTP requests answered; status 499: the client left first."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from jaxserve.errors import ConfigError, NonFiniteLogitsError
@@ -53,6 +54,15 @@ class Tally:
         self.first_token_seconds, self.gap_seconds = first_token_seconds, gap_seconds  # of all tenants in the tier
 
 
+@dataclass(slots=True)
+class ImageCounts:
+    """Counters of a server's images."""
+
+    read_bytes: Callable[[], int]  # those of the images of unfinished requests
+    num_images: int = 0
+    num_patches: int = 0
+
+
 class ServerMetrics:
     """The counters and histograms of one server. Only its event loop may call the methods.
 
@@ -86,6 +96,7 @@ class ServerMetrics:
         self.finished = {reason.value: 0 for reason in FinishReason}
         self.events: dict[str, int] = dict.fromkeys(EVENTS, 0)
         self.adapters: AdapterStore | None = None  # once an engine with adapters is ready
+        self.images: ImageCounts | None = None  # of a model that reads images
         self.adapter_tokens: dict[str, int] = {}  # generated, by adapter's name
         self.texts: dict[str, int] = {}  # by task, of requests that generate nothing
         self.text_tokens: dict[str, int] = {}

@@ -52,6 +52,7 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # options of the image processor
     echo: bool | None = None
     include_reasoning: bool | None = None
     refused: ClassVar[dict[str, str]] = {

@@ -220,6 +220,12 @@ class SamplingFields(EngineFields):
                 message = "is only allowed when stream is true"
                 raise InvalidRequestError(message, field="stream_options", value=True)
 
+    def drop_conversation(self) -> None:
+        """Forgets what the body asks about, which a writer of the answer does not need."""
+        for name in ("messages", "input"):
+            if name in type(self).model_fields:
+                setattr(self, name, [])
+
     @property
     def wants_usage(self) -> bool:
         """Whether the stream ends with its usage."""

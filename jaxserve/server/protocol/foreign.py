@@ -10,6 +10,7 @@ from typing import Any
 ForeignFields = dict[str, tuple[tuple[Any, ...], str]]
 _IS_A_FORM = "send structured_outputs, an object with json, regex, choice, grammar or structural_tag"
 _IS_TEXT = "models read text only"
+_IS_READ = "images are read in one way; mm_processor_kwargs makes them smaller"
 _IS_CUT_LEFT = "prompts are cut at their beginning"
 SAMPLING_FIELDS: ForeignFields = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), _IS_A_FORM)),
@@ -33,8 +34,8 @@ SAMPLING_FIELDS: ForeignFields = {
     "truncation_side": (("left",), _IS_CUT_LEFT),
     "documents": (([],), "send them in a message, or in chat_template_kwargs if the template reads them"),
     "prompt_embeds": ((), "send text or token ids"),
-    "mm_processor_kwargs": (({},), _IS_TEXT),
-    "media_io_kwargs": (({},), _IS_TEXT),
+    "mm_processor_kwargs": (({},), "/v1/chat/completions and /v1/responses have it"),  # and a field of this name
+    "media_io_kwargs": (({},), _IS_READ),
     "kv_transfer_params": (({},), "no request moves pages between servers"),
     "add_special_tokens": ((False,), "the chat template writes them"),  # completions have a field of this name
     "enable_response_messages": ((False,), "the output items are the answer"),
@@ -73,8 +74,7 @@ COHERE_FIELDS: ForeignFields = {
 }
 TOKENIZE_FIELDS: ForeignFields = {
     "chat_template": ((), "the server's own template is used"),
-    "mm_processor_kwargs": (({},), _IS_TEXT),
-    "media_io_kwargs": (({},), _IS_TEXT),
+    "media_io_kwargs": (({},), _IS_READ),
 }
 
 

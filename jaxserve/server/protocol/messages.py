@@ -117,7 +117,7 @@ class CountTokensRequest(SamplingFields):
 
 
 class MessagesRequest(CountTokensRequest):
-    """A conversation to answer through Anthropic's Messages API. Text only; nothing is stored."""
+    """A conversation to answer through Anthropic's Messages API. Nothing is stored."""
 
     max_tokens: Integer
 

@@ -72,7 +72,7 @@ class ReasoningOptions(Body):
 
 
 class ResponseRequest(SamplingFields):
-    """A conversation to answer through OpenAI's Responses API. Text only; nothing is stored."""
+    """A conversation to answer through OpenAI's Responses API. Nothing is stored."""
 
     input: str | Objects
     instructions: str | None = None
@@ -103,6 +103,7 @@ class ResponseRequest(SamplingFields):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # options of the image processor
     refused: ClassVar[dict[str, str]] = {
         "store": "nothing is stored here; send false or leave it out",
         "background": "nothing is stored here",

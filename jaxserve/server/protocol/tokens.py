@@ -21,6 +21,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # options of the image processor
     return_token_strs: bool | None = None
     foreign: ClassVar[ForeignFields] = TOKENIZE_FIELDS
 

@@ -44,7 +44,6 @@ from jaxserve.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import DONE, make_chunk_writer, render_error
 from jaxserve.server.tools import read_tools
-from jaxserve.tokenizers.messages import require_text_parts
 
 router = APIRouter()
 
@@ -96,11 +95,13 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState) -> Conver
     Raises:
         InvalidRequestError: names the field.
     """
-    require_text_parts(body.messages)
-    check_length([body.messages, body.tools], state, "messages", cuts=body.truncate_prompt_tokens is not None)
+    messages, images = state.take_images(body.messages, body.mm_processor_kwargs)
+    check_length([messages, body.tools], state, "messages", cuts=body.truncate_prompt_tokens is not None)
     logprobs = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     return Conversation(
-        messages=body.messages,
+        messages=messages,
+        images=images,
+        image_options=body.mm_processor_kwargs,
         tools=read_tools(body.tools, body.tool_choice, body.parallel_tool_calls),
         form=read_form(body),
         params=body.list_params(max_tokens=_read_max_tokens(body), **logprobs),

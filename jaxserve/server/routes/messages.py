@@ -13,11 +13,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.media.items import MediaItem
 from jaxserve.request import Request as EngineRequest
 from jaxserve.request import ServiceTier
 from jaxserve.server.answers import answer
 from jaxserve.server.body import read_body
-from jaxserve.server.conversation import Conversation
+from jaxserve.server.conversation import Conversation, encode_prompt
 from jaxserve.server.errors import ApiError
 from jaxserve.server.events import AnswerEnded, ArgumentsDelta, CallBegun, CallEnded, ReasoningDelta, TextDelta, Update
 from jaxserve.server.generation import Account
@@ -32,7 +33,7 @@ from jaxserve.server.protocol.messages import (
     MessageTokens,
 )
 from jaxserve.server.protocol.turns import TurnReader
-from jaxserve.server.routes.tokens import count_prompt
+from jaxserve.server.routes.tokens import run_with_images
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import encode_event
 from jaxserve.server.template_use import list_variables, shows_system_turns, switch_reasoning
@@ -70,12 +71,14 @@ async def count_tokens(http: Request) -> JSONResponse:
     state.check_model(http, body.model)
     names = list_names(body)
     with name_fields(names):
-        count = await state.preparation.run(_count, names, body, state)
+        count = await run_with_images(http, state, partial(_count, names, body, state))
     return JSONResponse({"input_tokens": count})
 
 
-def _count(names: dict[str, str], body: CountTokensRequest, state: ServerState) -> int:
-    return count_prompt(read_conversation(names, body, state), state)
+def _count(
+    names: dict[str, str], body: CountTokensRequest, state: ServerState, items: Sequence[MediaItem] | None
+) -> int:
+    return len(encode_prompt(read_conversation(names, body, state), state, items))
 
 
 def list_names(body: CountTokensRequest) -> dict[str, str]:
@@ -100,15 +103,18 @@ def read_conversation(names: dict[str, str], body: CountTokensRequest, state: Se
     """
     if body.context_management is not None:
         body.context_management.refuse_edits()
-    turns = TurnReader(partial(shows_system_turns, state))
+    turns = TurnReader(partial(shows_system_turns, state), reads_images=state.images is not None)
     turns.read(body)
+    names |= turns.list_images()
     cuts = body.truncate_prompt_tokens is not None
-    check_length([turns.messages, body.tools], state, "messages", cuts=cuts)
+    messages, images = state.take_images(turns.messages)
+    check_length([messages, body.tools], state, "messages", cuts=cuts)
     for at, source in enumerate(turns.sources):
         names |= {f"messages[{at}].content": source, f"messages[{at}]": source}
     thinking = body.thinking
     return Conversation(
-        messages=turns.messages,
+        messages=messages,
+        images=images,
         tools=_read_tools(body, state),
         form=body.read_form(),
         params=body.list_params(max_tokens=body.max_tokens, **_read_stop(body)),

@@ -36,7 +36,6 @@ from jaxserve.server.protocol.response_tools import ResponseTools, read_response
 from jaxserve.server.protocol.responses import HIDDEN_REASONING, ResponseAnswer, ResponseRequest
 from jaxserve.server.server_state import ServerState, get_state
 from jaxserve.server.stream import encode_event
-from jaxserve.tokenizers.messages import require_text_parts
 
 router = APIRouter()
 _log = logging.getLogger(__name__)
@@ -123,10 +122,12 @@ class ResponseReader:
         )
         self._name_options(body)
         cuts = body.truncate_prompt_tokens is not None
-        require_text_parts(given.messages)
-        check_length([given.messages, body.tools], state, "messages", cuts=cuts)
+        messages, images = state.take_images(given.messages, body.mm_processor_kwargs)
+        check_length([messages, body.tools], state, "messages", cuts=cuts)
         return Conversation(
-            messages=given.messages,
+            messages=messages,
+            images=images,
+            image_options=body.mm_processor_kwargs,
             tools=self.tools.tool_set,
             call_form=self.tools.input_form,
             params=body.list_params(max_tokens=body.max_output_tokens),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,9 +11,12 @@ from starlette.responses import JSONResponse, Response
 
 from jaxserve.engine.pooling import list_tasks
 from jaxserve.errors import InvalidRequestError, shorten
+from jaxserve.media.items import MediaItem
+from jaxserve.request import ServiceTier
 from jaxserve.server.body import read_body
-from jaxserve.server.conversation import Conversation, list_template_options
+from jaxserve.server.conversation import Conversation, encode_prompt
 from jaxserve.server.errors import ApiError
+from jaxserve.server.images import NewImagesError
 from jaxserve.server.json_text import make_json_response, to_json
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, name_fields
@@ -28,11 +33,14 @@ from jaxserve.server.protocol.tokens import (
 from jaxserve.server.request_context import get_context
 from jaxserve.server.routes import responses
 from jaxserve.server.server_state import ServerState, get_state
+from jaxserve.server.stream import run_while_connected
 from jaxserve.server.tools import read_tools
 from jaxserve.tokenizers import Tokenizer
-from jaxserve.tokenizers.messages import require_text_parts
 
 router = APIRouter()
+_OF_MESSAGES = (
+    *("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "mm_processor_kwargs"),
+)
 
 
 @router.get("/v1/models", **document(None, ModelList, refusals=("401", "403", "503")))
@@ -70,14 +78,30 @@ async def tokenize(http: Request) -> Response:
     state = get_state(http)
     body = await read_body(http, TokenizeRequest, state)
     state.check_model(http, body.model)
-    return make_json_response(await state.preparation.run(_write_tokens, body, state))
+    return make_json_response(await run_with_images(http, state, partial(_write_tokens, body, state)))
 
 
-def _write_tokens(body: TokenizeRequest, state: ServerState) -> bytes:
-    return to_json(_tokenize(body, state), is_ascii=False).encode()
+async def run_with_images[T](http: Request, state: ServerState, count: Callable[[Sequence[MediaItem] | None], T]) -> T:
+    """Returns what a function returns, run in a thread. Images that it asks for are loaded, and it runs once more.
+
+    Args:
+        count: takes the images, None while they are not loaded; raises NewImagesError if it needs them.
+    """
+    try:
+        found: T = await state.preparation.run(count, None)
+    except NewImagesError as new:
+        assert state.images is not None
+        longest_wait = state.config.limits.find_longest_wait(ServiceTier.DEFAULT)
+        items = await run_while_connected(http, state.images.load(http, new, longest_wait), state)
+        found = await state.preparation.run(count, items)
+    return found
 
 
-def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
+def _write_tokens(body: TokenizeRequest, state: ServerState, items: Sequence[MediaItem] | None) -> bytes:
+    return to_json(_tokenize(body, state, items), is_ascii=False).encode()
+
+
+def _tokenize(body: TokenizeRequest, state: ServerState, items: Sequence[MediaItem] | None = None) -> dict[str, Any]:
     tokenizer = _require_tokenizer(state)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", field="prompt", value=body.prompt)
@@ -85,14 +109,14 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
         message = "cannot be true with messages: the chat template adds them"
         raise InvalidRequestError(message, field="add_special_tokens", value=True)
     if body.prompt is not None:
-        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise InvalidRequestError("needs messages", field=name, value=getattr(body, name))
         check_length(body.prompt, state, "prompt", cuts=True)
         adds = body.add_special_tokens is not False
         token_ids = tokenizer.encode(body.prompt, add_special_tokens=adds)
     else:
-        token_ids = _encode_conversation(body, state, tokenizer)
+        token_ids = _encode_conversation(body, state, items)
     texts = tokenizer.split_text(token_ids, skip_special_tokens=True) if body.return_token_strs else None
     return {
         "count": len(token_ids),
@@ -102,20 +126,20 @@ def _tokenize(body: TokenizeRequest, state: ServerState) -> dict[str, Any]:
     }
 
 
-def _encode_conversation(body: TokenizeRequest, state: ServerState, tokenizer: Tokenizer) -> list[int]:
+def _encode_conversation(body: TokenizeRequest, state: ServerState, items: Sequence[MediaItem] | None) -> list[int]:
     """Returns the token ids that a chat request with the same messages and tools has."""
-    from jaxserve.tokenizers.chat import encode_chat
-
-    require_text_parts(body.messages or ())
-    check_length([body.messages, body.tools], state, "messages")
+    messages, images = state.take_images(body.messages or (), body.mm_processor_kwargs)
+    check_length([messages, body.tools], state, "messages")
     conversation = Conversation(
-        messages=body.messages or (),
+        messages=messages,
+        images=images,
+        image_options=body.mm_processor_kwargs,
         tools=read_tools(body.tools),
         template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
     )
-    return encode_chat(tokenizer, conversation.messages, **list_template_options(conversation, state))[1]
+    return encode_prompt(conversation, state, items)
 
 
 @router.post("/v1/responses/input_tokens", **document(ResponseRequest, InputTokens))
@@ -127,20 +151,14 @@ async def count_input_tokens(http: Request) -> JSONResponse:
     responses.check_body(body)
     reader = responses.ResponseReader()
     with name_fields(reader.names):
-        count = await state.preparation.run(_count_input, body, state, reader)
+        count = await run_with_images(http, state, partial(_count_input, body, state, reader))
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
-def _count_input(body: ResponseRequest, state: ServerState, reader: responses.ResponseReader) -> int:
-    return count_prompt(reader.read(body, state), state)
-
-
-def count_prompt(conversation: Conversation, state: ServerState) -> int:
-    """Returns the number of tokens of a conversation's prompt."""
-    from jaxserve.tokenizers.chat import encode_chat
-
-    options = list_template_options(conversation, state)
-    return len(encode_chat(_require_tokenizer(state), conversation.messages, **options)[1])
+def _count_input(
+    body: ResponseRequest, state: ServerState, reader: responses.ResponseReader, items: Sequence[MediaItem] | None
+) -> int:
+    return len(encode_prompt(reader.read(body, state), state, items))
 
 
 @router.post("/detokenize", **document(DetokenizeRequest, DetokenizeResponse))

@@ -81,7 +81,7 @@ class Replica:
         """Ends the engine; Ray has waited for the requests."""
         state = getattr(self, "_state", None)
         if state is not None:
-            state.preparation.close()
+            state.end_processes()
             if state.llm is not None:
                 state.llm.shutdown()
 
