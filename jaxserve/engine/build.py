@@ -24,7 +24,7 @@ from jaxserve.engine.generation_config import (
     read_end_tokens,
     read_generation_defaults,
 )
-from jaxserve.engine.images import ImageInput, choose_images, describe_images
+from jaxserve.engine.images import ImageInput, describe_images
 from jaxserve.engine.model_files import (
     ModelFiles,
     load_model_tokenizer,
@@ -47,6 +47,7 @@ from jaxserve.engine.progress import ShowProgress, hide_progress
 from jaxserve.engine.prompts import RequestFactory
 from jaxserve.engine.record import record_runner, refuse_recording
 from jaxserve.engine.request_options import FindAdapter, refuse_adapter
+from jaxserve.engine.tower_files import TowerFiles, locate_tower
 from jaxserve.errors import ClusterError, ConfigError, TokenizerError
 from jaxserve.logits_processor import LogitsProcessor
 from jaxserve.sampling_params import SamplingParams
@@ -283,16 +284,16 @@ def build_runner(
     from jaxserve.core.runtime.weight_report import describe_weights
     from jaxserve.core.sharding import make_mesh
     from jaxserve.features.bundle.read import Bundle
+    from jaxserve.features.images.feature import Images
     from jaxserve.features.speculation.drafter import Drafter
 
     nodes = nodes or ONE_NODE
     allow_pinned_memory(config.cache.kv_offloading_size)
     mesh = make_mesh(config.parallel.tensor_parallel_size)
     device = mesh.local_devices[0]
-    shapes, drafter = _choose_shapes(config, files, device, processor)
+    shapes, drafter, tower = _choose_shapes(config, files, device, processor)
     if files.hub_id is not None and shapes.model.embedding.tied:  # it fits, but its files may have their own head
-        shapes, drafter = _choose_shapes(config, files, device, processor, download=True)
-    images = choose_images(config, files, shapes.model, {})
+        shapes, drafter, tower = _choose_shapes(config, files, device, processor, download=True)
     bundle = None if config.compile.bundle is None else Bundle(Path(config.compile.bundle), mesh)
     enable_persistent_cache(config.compile.cache_dir)
     if bundle is None or not bundle.is_tested:
@@ -320,6 +321,8 @@ def build_runner(
     of_drafter = None
     if drafter is not None:
         of_drafter = drafter.load_params(shapes, mesh, seed=config.model.seed, progress=progress)
+    of_tower = None if tower is None else tower.load_params(config, shapes, mesh, progress=progress)
+    of_features: dict[type, Any] = {Drafter: of_drafter, Images: of_tower}
     with progress("Loading programs" if bundle is not None else "Compiling programs") as report:
         note = lambda name, done, total, loaded: report(done, total, name, loaded=loaded)  # noqa: E731
         runner, plan = start_runner(
@@ -327,7 +330,7 @@ def build_runner(
             mesh,
             params,
             note,
-            feature_params=[of_drafter if isinstance(each, Drafter) else None for each in shapes.features],
+            feature_params=[of_features.get(type(each)) for each in shapes.features],
             only_largest=only_largest,
             announce=announce,
             num_pages=num_pages,
@@ -335,7 +338,7 @@ def build_runner(
             nodes=nodes,
             stored=bundle,
         )
-    return BuiltRunner(shapes, mesh, plan, runner, images)
+    return BuiltRunner(shapes, mesh, plan, runner, None if tower is None else tower.images)
 
 
 def _choose_shapes(
@@ -345,8 +348,8 @@ def _choose_shapes(
     processor: LogitsProcessor | None,
     *,
     download: bool = False,
-) -> tuple[Shapes, DraftFiles | None]:
-    """Returns the shapes of the engine on a device, and its drafter if it has weights.
+) -> tuple[Shapes, DraftFiles | None, TowerFiles | None]:
+    """Returns the shapes of the engine on a device, its drafter if it has weights, and its tower if it reads images.
 
     Raises:
         CapacityError: the device has no room for it.
@@ -356,11 +359,12 @@ def _choose_shapes(
     from jaxserve.features.choose import make_shapes
 
     model = resolve_model(config, files, device.device_kind, download=download)
-    drafter = locate_drafter(config, files, model)
-    shapes = make_shapes(config, model, device.platform, device.device_kind, None if drafter is None else drafter.model)
+    drafter, tower = locate_drafter(config, files, model), locate_tower(config, files, model)
+    parts = None if drafter is None else drafter.model, None if tower is None else tower.config
+    shapes = make_shapes(config, model, device.platform, device.device_kind, *parts)
     shapes = dataclasses.replace(shapes, processor=processor)
     require_room(shapes, device_memory_bytes(device))
-    return shapes, drafter
+    return shapes, drafter, tower
 
 
 def describe_model_files(files: ModelFiles, shapes: Shapes) -> dict[str, Any]:

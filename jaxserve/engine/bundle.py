@@ -10,6 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.draft_files import locate_drafter
 from jaxserve.engine.model_files import ModelFiles, resolve_model
 from jaxserve.engine.progress import ShowProgress, hide_progress
+from jaxserve.engine.tower_files import locate_tower
 
 if TYPE_CHECKING:
     from jaxserve.core.runtime.shapes import Shapes
@@ -84,8 +85,13 @@ def _choose_shapes(config: EngineConfig, files: ModelFiles, devices: BuildDevice
 
     device = devices.first
     model = resolve_model(config, files, device.device_kind)
-    drafter = locate_drafter(config, files, model)
+    drafter, tower = locate_drafter(config, files, model), locate_tower(config, files, model)
     with devices.trace():
         return make_shapes(
-            config, model, device.platform, device.device_kind, None if drafter is None else drafter.model
+            config,
+            model,
+            device.platform,
+            device.device_kind,
+            None if drafter is None else drafter.model,
+            None if tower is None else tower.config,
         )

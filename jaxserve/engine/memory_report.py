@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.core.models.base import DecoderConfig
+from jaxserve.core.models.tower import TowerConfig
 from jaxserve.core.runtime.host_memory import host_memory_bytes
 from jaxserve.core.runtime.memory import GIB, CachePlan, DeviceUse, cache_budget, device_memory_bytes, format_bytes
 from jaxserve.core.runtime.shapes import Shapes
@@ -61,12 +62,17 @@ def _describe_snapshots(shapes: Shapes, plan: CachePlan) -> str:
 
 
 def print_plan(
-    config: EngineConfig, model: DecoderConfig, device: str | None, drafter: DrafterModel | None = None
+    config: EngineConfig,
+    model: DecoderConfig,
+    device: str | None,
+    drafter: DrafterModel | None = None,
+    tower: TowerConfig | None = None,
 ) -> None:
     """Prints the memory plan for the attached devices or, by formula, for the kind `device` of `DEVICE_KINDS`.
 
     Args:
         drafter: the one with weights that `speculative_config` names.
+        tower: the one that reads images.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -74,21 +80,25 @@ def print_plan(
         CapacityError: the model does not fit, and the error says what would; raised after its needs were printed.
     """
     if device is not None:
-        _plan_for_kind(config, model, device, drafter)
+        _plan_for_kind(config, model, device, drafter, tower)
     else:
-        _plan_for_attached(config, model, drafter)
+        _plan_for_attached(config, model, drafter, tower)
 
 
-def _plan_for_kind(config: EngineConfig, model: DecoderConfig, device: str, drafter: DrafterModel | None) -> None:
+def _plan_for_kind(
+    config: EngineConfig, model: DecoderConfig, device: str, drafter: DrafterModel | None, tower: TowerConfig | None
+) -> None:
     kind = find_kind(device)
-    shapes = make_shapes(config, model, kind.platform, kind.name, drafter)
+    shapes = make_shapes(config, model, kind.platform, kind.name, drafter, tower)
     source = "Formulas for a device that is not attached: a few percent may be wrong."
     _print_table(device, shapes, kind.memory, kind.memory, estimate_use(shapes), source)
 
 
-def _plan_for_attached(config: EngineConfig, model: DecoderConfig, drafter: DrafterModel | None) -> None:
+def _plan_for_attached(
+    config: EngineConfig, model: DecoderConfig, drafter: DrafterModel | None, tower: TowerConfig | None
+) -> None:
     mesh, attached = make_mesh(config.parallel.tensor_parallel_size), find_devices()[0]
-    shapes = make_shapes(config, model, attached.platform, attached.device_kind, drafter)
+    shapes = make_shapes(config, model, attached.platform, attached.device_kind, drafter, tower)
     limit = device_memory_bytes(attached)
     memory, use = host_memory_bytes() if limit is None else limit, estimate_use(shapes)
     source = "On CPU, KV takes what a full batch needs, at most a quarter of the memory; programs are estimated."

@@ -35,5 +35,5 @@ def find_tower(config: TowerConfig) -> Tower:
 
 
 def tower_param_specs(config: TowerConfig) -> dict[str, Any]:
-    """Returns the tree of ParamSpec, which is the run-time tree, too: `layers` is one dictionary a layer everywhere."""
+    """Returns the canonical tree of ParamSpec."""
     return spec_tree(find_tower(config).table(config), config.blocks.num_layers)

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.models.base import DecoderConfig
+from jaxserve.core.models.tower import TowerConfig
 from jaxserve.core.runtime.feature import StepFeature
 from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.core.runtime.sizes import Sizes, make_sizes
 from jaxserve.errors import ConfigError
 from jaxserve.features.host_tier.feature import HostTier
+from jaxserve.features.images.feature import make_images
 from jaxserve.features.lora.feature import Lora, choose_counts, make_lora
 from jaxserve.features.lora.store import AdapterStore
 from jaxserve.features.speculation import LOOKUP_METHODS, make_lookup_drafter
@@ -21,13 +23,19 @@ from jaxserve.features.speculation.lookups import Lookups
 
 
 def make_shapes(
-    config: EngineConfig, model: DecoderConfig, platform: str, device_kind: str, drafter: DrafterModel | None = None
+    config: EngineConfig,
+    model: DecoderConfig,
+    platform: str,
+    device_kind: str,
+    drafter: DrafterModel | None = None,
+    tower: TowerConfig | None = None,
 ) -> Shapes:
     """Returns all static sizes of an engine, with its features.
 
     Args:
         model: expanded for the devices, with its final `max_model_len`.
         drafter: expanded, too, if speculative_config names one with weights.
+        tower: fitted to the devices, if the model reads images.
 
     Raises:
         ConfigError: the options do not fit together or the attention implementation cannot run here.
@@ -37,7 +45,10 @@ def make_shapes(
         lora, deterministic = config.lora, config.scheduler.deterministic
         counts = choose_counts(lora.max_loras, lora.max_lora_rank, deterministic=deterministic)
         sizes = replace(sizes, buckets=sizes.buckets.with_adapters(counts))
-    return Shapes.join(sizes, tuple(_list_features(sizes, drafter)))
+    if tower is not None:
+        has_positions = any(kind.rope is not None and kind.rope.sections is not None for kind in model.layers)
+        sizes = replace(sizes, state=replace(sizes.state, has_image_positions=has_positions))
+    return Shapes.join(sizes, tuple(_list_features(sizes, drafter, tower)))
 
 
 def find_adapters(shapes: Shapes) -> AdapterStore | None:
@@ -45,7 +56,7 @@ def find_adapters(shapes: Shapes) -> AdapterStore | None:
     return next((feature.store for feature in shapes.features if isinstance(feature, Lora)), None)
 
 
-def _list_features(sizes: Sizes, drafter: DrafterModel | None) -> Iterator[StepFeature]:
+def _list_features(sizes: Sizes, drafter: DrafterModel | None, tower: TowerConfig | None) -> Iterator[StepFeature]:
     chosen, size = sizes.config.speculation.speculative_config, sizes.config.cache.kv_offloading_size
     most_rows = max((rows for rows, _ in sizes.buckets.verify_sizes), default=1)
     if chosen is not None and chosen.method in LOOKUP_METHODS:
@@ -61,3 +72,5 @@ def _list_features(sizes: Sizes, drafter: DrafterModel | None) -> Iterator[StepF
         yield HostTier(size, len(sizes.model.kv_groups))
     if sizes.config.lora.enable_lora:
         yield make_lora(sizes)
+    if tower is not None:
+        yield make_images(sizes, tower)

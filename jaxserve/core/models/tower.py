@@ -26,7 +26,7 @@ class TowerConfig:
     of the text model. `merge_size`: a square of so many patches on each side is one vector. The outputs of
     `deep_layers` (ascending) become vectors, too, which are added behind the text model's first layers, one for each.
     `positions` is the side of a square table of positions. `rope` rotates each half of a head by a coordinate of the
-    patch.
+    patch. The images of a step have at most `max_patches`.
     """
 
     blocks: DecoderConfig
@@ -36,6 +36,7 @@ class TowerConfig:
     deep_layers: tuple[int, ...] = ()
     positions: int = 0
     rope: RopeConfig | None = None
+    max_patches: int = 0
 
     @property
     def num_parts(self) -> int:

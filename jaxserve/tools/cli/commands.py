@@ -130,11 +130,13 @@ def plan(args: argparse.Namespace) -> None:
     files = locate_model(config.model, need_weights=False)
     from jaxserve.engine.draft_files import locate_drafter
     from jaxserve.engine.memory_report import print_plan  # imports JAX; `locate_model` explains a broken one
+    from jaxserve.engine.tower_files import locate_tower
 
     kind = find_devices()[0].device_kind if args.device is None else find_kind(args.device).name
     model = resolve_model(config, files, kind)
-    drafter = locate_drafter(config, files, model)
-    print_plan(config, model, args.device, None if drafter is None else drafter.model)
+    drafter, tower = locate_drafter(config, files, model), locate_tower(config, files, model)
+    parts = None if drafter is None else drafter.model, None if tower is None else tower.config
+    print_plan(config, model, args.device, *parts)
 
 
 def doctor(args: argparse.Namespace) -> int:
