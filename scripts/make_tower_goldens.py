@@ -1,10 +1,10 @@
-"""Builds tests/goldens/towers: tiny random towers of models that read images, and what transformers makes of pictures.
+"""Builds tests/goldens/towers: tiny random models that read images, and what transformers makes of pictures.
 
 Runs in the reference environment (`make reference-env`), never in CI:
 
     .venv-reference/bin/python scripts/make_tower_goldens.py
 
-All arithmetic is f32 with eager attention. The files are those of a whole model but for the text model's weights.
+All arithmetic is f32 with eager attention. The files are those of a whole model without a tokenizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import transformers
 from make_encoder_goldens import fill
 from PIL import Image
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +80,53 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         _TEXT | _EXPERTS,
     ),
 }
+_START, _END, _IMAGE = (_IDS[key] for key in ("vision_start_token_id", "vision_end_token_id", "image_token_id"))
+_NUM_GREEDY = 64
+# Prompts by name: numbers of text tokens, and pictures by their place in PIXELS as strings.
+PROMPTS: dict[str, tuple[int | str, ...]] = {
+    "text": (40,),
+    "one": (7, "1", 9),
+    "three": (3, "0", 5, "1", "2", 4),
+    "first_and_last": ("3", 6, "0"),
+    "two_turns": (5, "3", 20, "1", 8),
+}
+
+
+def make_ids(parts: tuple[int | str, ...]) -> tuple[list[int], list[int]]:
+    """The ids of a prompt with one placeholder for each picture, and its pictures."""
+    rng, ids, pictures = np.random.default_rng(len(parts)), [], []
+    for part in parts:
+        if isinstance(part, int):
+            ids += rng.integers(3, 78, part).tolist()
+        else:
+            pictures.append(int(part))
+            ids += [_START, _IMAGE, _END]
+    return ids, pictures
+
+
+@torch.no_grad()
+def record_prompts(model: Any) -> dict[str, np.ndarray]:
+    """Of each prompt its ids and pictures, the logits f32 [T, V] of all its tokens, and greedy ids.
+
+    Each forward pass computes the whole text, without a cache.
+    """
+    processor, arrays = Qwen2VLImageProcessorPil(**_PROCESSOR), {}
+    for name, parts in PROMPTS.items():
+        short, pictures = make_ids(parts)
+        counts = iter(PIXELS[index][0] * PIXELS[index][1] // 64 for index in pictures)
+        ids = [token for each in short for token in ([each] * next(counts) if each == _IMAGE else [each])]
+        images = [Image.fromarray(draw(*PIXELS[index])) for index in pictures]
+        made = dict(processor(images=images, return_tensors="pt", do_convert_rgb=True)) if images else {}
+        greedy: list[int] = []
+        for _ in range(_NUM_GREEDY):
+            tokens = torch.tensor([[*ids, *greedy]])
+            logits = model(tokens, mm_token_type_ids=(tokens == _IMAGE).int(), use_cache=False, **made).logits[0]
+            if not greedy:
+                arrays[f"{name}_logits"] = logits.numpy()
+            greedy.append(int(logits[-1].argmax()))
+        arrays |= {f"{name}_ids": np.array(short), f"{name}_pictures": np.array(pictures, int)}
+        arrays |= {f"{name}_greedy": np.array(greedy)}
+    return arrays
 
 
 @torch.no_grad()
@@ -111,11 +158,15 @@ def main() -> None:
         config.architectures, config.dtype = [f"{architecture}ForConditionalGeneration"], torch.float32
         config.save_pretrained(folder)
         (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR, indent=1) + "\n")
-        tower = AutoModel.from_config(config.vision_config, attn_implementation="eager", dtype=torch.float32).eval()
-        fill(tower)
-        tensors = {f"model.visual.{key}": tensor.contiguous() for key, tensor in tower.state_dict().items()}
+        options = {"attn_implementation": "eager", "dtype": torch.float32}
+        model = AutoModelForImageTextToText.from_config(config, **options).eval()
+        for part in (model.model.visual, model.model.language_model, model.lm_head):
+            fill(part)
+        with torch.no_grad():
+            model.lm_head.weight[_START:] = 0  # no answer has a token of images
+        tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        np.savez_compressed(folder / "golden.npz", **record(tower))
+        np.savez_compressed(folder / "golden.npz", **record(model.model.visual), **record_prompts(model))
         print(name, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), "bytes")
     versions = {module.__name__: module.__version__ for module in (transformers, torch)}
     (arguments.out / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
