@@ -22,6 +22,7 @@ def make_engine(
 ) -> tuple[Engine, FakeDevice]:
     options: dict = {"num_pages": 40, "rows": 4, "budget": 64, "caching": True, "overlap": True, "deterministic": False}
     options |= {"edge": 32, "num_snapshots": None}  # a number: rows have recurrent states, with so many snapshots
+    options |= {"image_rows": 0}  # vectors of images that the device holds; it computes them all in one step
     options |= changes
     groups = [PageGroup(options["num_pages"])]
     edge, num_snapshots = options["edge"], options["num_snapshots"]
@@ -39,6 +40,9 @@ def make_engine(
         max_model_len=512,
         max_prefix_updates=16,
         keeps_states=num_snapshots is not None,
+        max_image_rows=options["image_rows"],
+        max_num_batched_patches=4 * options["image_rows"],
+        max_step_images=options["rows"],
         chunk_edges=(edge,),
         snapshot_grid=edge if num_snapshots else 0,
         options=SchedulerOptions(

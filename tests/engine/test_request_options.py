@@ -110,5 +110,4 @@ def test_methods_know_their_own_arguments_alone(method: str, argument: str) -> N
 def test_every_option_of_a_request_is_one_of_its_factory() -> None:
     assert {*RequestOptions.__optional_keys__} == {*inspect.signature(check_options).parameters}
     named = {name for name, each in inspect.signature(encode_chat).parameters.items() if each.kind is each.KEYWORD_ONLY}
-    named -= {"image_tokens"}  # the model's; and no engine reads images yet
     assert {*ChatOptions.__optional_keys__ - RequestOptions.__optional_keys__} == named

@@ -60,7 +60,7 @@ class Front:
         self.state: ServerState = make_state(Phase.STARTING, **server)
         model = SimpleNamespace(max_model_len=512, vocab_size=400, generates=True, pooler=LAST, causal=True)
         factory = make_factory(folder, **(options or {}))
-        engine, _ = make_engine(rows=8, num_pages=200)
+        engine, _ = make_engine(rows=8, num_pages=200, image_rows=1024)
         llm = wrap_engine(
             engine,
             tokenizer=factory._tokenizer,
