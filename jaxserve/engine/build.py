@@ -276,12 +276,10 @@ def build_runner(
         num_snapshots: those of recurrent states, likewise.
         nodes: those that run this engine together, if there are several. Each calls this function.
     """
-    from jaxserve.core.runtime.memory import GIB
     from jaxserve.core.runtime.nodes import ONE_NODE
     from jaxserve.core.runtime.program_cache import enable_persistent_cache
     from jaxserve.core.runtime.self_test import confirm_kernels
-    from jaxserve.core.runtime.startup import estimate_use, start_runner
-    from jaxserve.core.runtime.weight_report import describe_weights
+    from jaxserve.core.runtime.startup import start_runner
     from jaxserve.core.sharding import make_mesh
     from jaxserve.features.bundle.read import Bundle
     from jaxserve.features.images.feature import Images
@@ -298,17 +296,7 @@ def build_runner(
     enable_persistent_cache(config.compile.cache_dir)
     if bundle is None or not bundle.is_tested:
         shapes = confirm_kernels(shapes, mesh.local_devices[0])
-    level = logging.WARNING if shapes.fell_back else logging.INFO
-    _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
-    if shapes.experts is not None:
-        level = logging.WARNING if shapes.experts.is_slow else logging.INFO
-        _log.log(level, "experts: %s, %s", shapes.experts.impl, shapes.experts.reason)
-    if shapes.recurrence is not None:
-        level = logging.WARNING if shapes.recurrence.is_slow else logging.INFO
-        _log.log(level, "recurrent states: %s, %s", shapes.recurrence.impl, shapes.recurrence.reason)
-    weights = describe_weights(shapes.model)
-    if weights is not None:
-        _log.info("weights: %s, %.2f GiB on each device", weights, estimate_use(shapes).params / GIB)
+    _log_choices(shapes)
     if bundle is not None:
         bundle.require(shapes)
     if nodes.size > 1:
@@ -317,7 +305,7 @@ def build_runner(
             "drafter": None if drafter is None else drafter.fingerprint(),
         }
         nodes.require_equal(describe_model_files(files, shapes) | facts)
-    params = load_params(config, files, shapes, mesh, progress=progress)
+    params = load_params(config, files, shapes, mesh, progress=progress, has_tower=tower is not None)
     of_drafter = None
     if drafter is not None:
         of_drafter = drafter.load_params(shapes, mesh, seed=config.model.seed, progress=progress)
@@ -339,6 +327,23 @@ def build_runner(
             stored=bundle,
         )
     return BuiltRunner(shapes, mesh, plan, runner, None if tower is None else tower.images)
+
+
+def _log_choices(shapes: Shapes) -> None:
+    from jaxserve.core.runtime.memory import GIB
+    from jaxserve.core.runtime.startup import estimate_use
+    from jaxserve.core.runtime.weight_report import describe_weights
+
+    level = logging.WARNING if shapes.fell_back else logging.INFO
+    _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
+    for name, choice in {"experts": shapes.experts, "recurrent states": shapes.recurrence}.items():
+        if choice is not None:
+            _log.log(
+                logging.WARNING if choice.is_slow else logging.INFO, "%s: %s, %s", name, choice.impl, choice.reason
+            )
+    weights = describe_weights(shapes.model)
+    if weights is not None:
+        _log.info("weights: %s, %.2f GiB on each device", weights, estimate_use(shapes).params / GIB)
 
 
 def _choose_shapes(

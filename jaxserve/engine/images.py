@@ -65,7 +65,7 @@ def choose_images(
     try:
         require_pillow()
     except MissingPackageError as error:
-        message = f"the model reads images: {error} (or pip install 'jaxserve[images]'); {_SERVE_TEXT}"
+        message = f"the model reads images: {error}; {_SERVE_TEXT}"
         raise ConfigError(message, field="model", value=config.model.model) from error
     processor = read_processor(tower.processor, read_settings(folder))
     try:

@@ -113,7 +113,7 @@ class LLM:
     def update_weights(self, tree: Any, *, running: RunningChoice = "requeue") -> list[RequestOutput]:
         """Swaps the model's weights without compiling anything.
 
-        Waits for the step in flight, then writes leaf by leaf, and empties the prefix cache.
+        Waits for the step in flight, writes leaf by leaf, and empties the prefix cache; a tower stays as it was loaded.
 
         Args:
             tree: canonical parameters as nested dictionaries, as `{dotted name: array}`, or as an `nnx.State`; or the

@@ -213,9 +213,19 @@ def load_model_tokenizer(options: ModelOptions, files: ModelFiles) -> Tokenizer 
 
 
 def load_params(
-    config: EngineConfig, files: ModelFiles, shapes: Shapes, mesh: Mesh, *, progress: ShowProgress = hide_progress
+    config: EngineConfig,
+    files: ModelFiles,
+    shapes: Shapes,
+    mesh: Mesh,
+    *,
+    progress: ShowProgress = hide_progress,
+    has_tower: bool = False,
 ) -> Any:
-    """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random."""
+    """Returns the parameters as run-time arrays on the devices of `mesh`, loaded or, with "dummy", random.
+
+    Args:
+        has_tower: the other tensors of the files are loaded, too, so no warning names them.
+    """
     from jaxserve.core.layers.stack import stack_specs
     from jaxserve.core.runtime.converter import WeightConverter
     from jaxserve.core.runtime.params import fill_params
@@ -255,7 +265,7 @@ def load_params(
             rules=DEFAULT_RULES,
             progress=report,
             allow_nonfinite=config.model.allow_nonfinite,
-            is_shared=not stored.generates,  # with heads for other tasks
+            is_shared=has_tower or not stored.generates,  # then the others may be heads for other tasks
         )
         return fill(pieces, converter)
 

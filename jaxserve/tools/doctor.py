@@ -24,6 +24,7 @@ from jaxserve.errors import DeviceError, JaxServeError
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.core.models.base import DecoderConfig
+    from jaxserve.engine.tower_files import TowerFiles
     from jaxserve.features.speculation.drafters import DrafterModel
 
 _PACKAGES = (
@@ -48,9 +49,16 @@ _LEAST_FREE = 2**30  # bytes on the compile cache's disk; a large model's progra
 _MIB = 2**20
 _PROBE_BYTES = 2**16
 
-FindModel = Callable[[str], "DecoderConfig"]  # for a kind of device
-FindDrafter = Callable[["DecoderConfig"], "DrafterModel | None"]
 _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "skipped": "dim"}
+
+
+@dataclass(frozen=True)
+class FindParts:
+    """Functions that read the parts of the model that the options name."""
+
+    model: Callable[[str], DecoderConfig]  # for a kind of device
+    drafter: Callable[[DecoderConfig], DrafterModel | None]  # the one with weights
+    tower: Callable[[DecoderConfig], TowerFiles | None]  # if it reads images
 
 
 @dataclass(frozen=True)
@@ -82,12 +90,8 @@ class Finding:
     advice: str = ""  # what to do, unless the text says it
 
 
-def list_checks(config: EngineConfig, find_model: FindModel, find_drafter: FindDrafter) -> tuple[Check, ...]:
-    """Returns the sections of the report, in order.
-
-    Args:
-        find_drafter: returns the drafter with weights for the model, if the options name one.
-    """
+def list_checks(config: EngineConfig, find: FindParts) -> tuple[Check, ...]:
+    """Returns the sections of the report, in order."""
     again = "install jaxserve again, in a fresh environment"
     spared = "set JAX_PLATFORMS=cpu to do without the accelerator"
     cache_dir = config.compile.cache_dir
@@ -96,9 +100,10 @@ def list_checks(config: EngineConfig, find_model: FindModel, find_drafter: FindD
         Check("JAX", lambda _: Seen("can be imported", load_jax()), again),
         Check("Devices", lambda _: _look_at_devices(), spared, needs=("JAX",)),
         Check("Accelerators", _look_for_accelerators, spared, needs=("Devices",)),
-        Check("Model", lambda seen: _look_at_model(find_model, seen), again, needs=("JAX",)),
-        Check("Drafts", lambda seen: _look_at_drafts(config, find_drafter, seen), again, needs=("Model",)),
-        Check("Attention", lambda seen: _look_at_attention(config, seen), again, needs=("Devices", "Model", "Drafts")),
+        Check("Model", lambda seen: _look_at_model(find, seen), again, needs=("JAX",)),
+        Check("Drafts", lambda seen: _look_at_drafts(config, find, seen), again, needs=("Model",)),
+        Check("Images", lambda seen: _look_at_images(find, seen), again, needs=("Model",)),
+        Check("Attention", lambda seen: _look_at_attention(config, seen), again, needs=("Devices", "Drafts", "Images")),
         Check("Forward programs", _list_forward_programs, again, needs=("Attention",)),
         Check("Sample programs", _list_sample_programs, again, needs=("Attention",)),
         Check("Compile cache", lambda _: _look_at_cache(cache_dir), "set compilation_cache_dir to another directory"),
@@ -111,9 +116,9 @@ def run_checks(checks: Iterable[Check]) -> list[Finding]:
     return [_run_check(check, values) for check in checks]
 
 
-def print_report(config: EngineConfig, find_model: FindModel, find_drafter: FindDrafter) -> bool:
+def print_report(config: EngineConfig, find: FindParts) -> bool:
     """Prints the report of `list_checks`; returns whether nothing is broken."""
-    findings = run_checks(list_checks(config, find_model, find_drafter))
+    findings = run_checks(list_checks(config, find))
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         style = _STYLES[finding.status]
@@ -174,31 +179,42 @@ def _look_for_accelerators(seen: dict[str, Any]) -> Seen:
     return Seen("none is left unused")
 
 
-def _look_at_model(find_model: FindModel, seen: dict[str, Any]) -> Seen:
-    model = find_model(seen["Devices"][0].device_kind if "Devices" in seen else "")
+def _look_at_model(find: FindParts, seen: dict[str, Any]) -> Seen:
+    model = find.model(seen["Devices"][0].device_kind if "Devices" in seen else "")
     return Seen(f"{model.family}, {model.num_layers} layers, {model.max_model_len:,} tokens, {model.dtype}", model)
 
 
-def _look_at_drafts(config: EngineConfig, find_drafter: FindDrafter, seen: dict[str, Any]) -> Seen:
+def _look_at_drafts(config: EngineConfig, find: FindParts, seen: dict[str, Any]) -> Seen:
     chosen = config.speculation.speculative_config
     if chosen is None:
         return Seen("none")
-    drafter = find_drafter(seen["Model"])
+    drafter = find.drafter(seen["Model"])
     what = f"{chosen.method}, up to {chosen.num_speculative_tokens} tokens a step"
     if drafter is None:
         return Seen(f"{what}, looked up in what was said before")
     return Seen(f"{what}; layers of the drafter: {drafter.config.num_layers}, {drafter.config.dtype}", drafter)
 
 
+def _look_at_images(find: FindParts, seen: dict[str, Any]) -> Seen:
+    from jaxserve.engine.images import describe_images
+
+    tower = find.tower(seen["Model"])
+    if tower is None:
+        return Seen("none are read")
+    return Seen(f"{describe_images(tower.images)}; layers of the tower: {tower.config.blocks.num_layers}", tower.config)
+
+
 def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     from jaxserve.core.runtime.self_test import confirm_kernels
+    from jaxserve.core.runtime.tower import choose_tower_impl
     from jaxserve.core.runtime.weight_report import describe_weights
     from jaxserve.features.choose import make_shapes
     from pallas_kernels.cpu.attention import uses_tiles
     from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
 
     device = seen["Devices"][0]
-    shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind, seen["Drafts"])
+    parts = seen["Drafts"], seen["Images"]
+    shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind, *parts)
     shapes = confirm_kernels(shapes, device)
     lines, is_slow = [f"{shapes.impl}: {shapes.impl_reason}"], shapes.fell_back
     if shapes.impl == "cpu" and any(uses_tiles(spec, shapes.model.dtype) for spec in shapes.specs):
@@ -216,6 +232,9 @@ def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     if shapes.recurrence is not None:
         lines.append(f"recurrent states, {shapes.recurrence.impl}: {shapes.recurrence.reason}")
         is_slow |= shapes.recurrence.is_slow
+    if (tower := seen["Images"]) is not None:
+        impl, reason = choose_tower_impl(tower, shapes.impl, shapes.num_devices, shapes.platform)
+        lines.append(f"images, {impl}: {reason}")
     weights = describe_weights(shapes.model)
     if weights is not None:
         lines.append(f"weights, {weights}: products with {shapes.model.dtype}, which is more exact than fewer bits")

@@ -53,7 +53,7 @@ TARGETS = (
             f"tests/test_{name}.py"
             for name in (
                 *("config", "errors", "files", "quantization_config", "sampling_params", "speculative_config"),
-                *("vllm_options", "vllm_names", "devices", "device_kinds", "gguf_file"),
+                *("vllm_options", "vllm_names", "devices", "device_kinds", "gguf_file", "media_options"),
             )
         ),
         rooms=tuple(room for room, floor in FLOORS.items() if floor.startswith("F1")),

@@ -14,13 +14,16 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.models.base import DecoderConfig
+from jaxserve.engine.model_files import locate_model, resolve_model
+from jaxserve.engine.tower_files import locate_tower
 from jaxserve.errors import ConfigError
 from jaxserve.families.registry import parse_config
 from jaxserve.features.speculation.drafters import DrafterModel
 from jaxserve.presets import load_preset
 from jaxserve.tools import doctor
-from jaxserve.tools.doctor import Check, Finding, Seen, list_checks, print_report, run_checks
+from jaxserve.tools.doctor import Check, Finding, FindParts, Seen, list_checks, print_report, run_checks
 from pallas_kernels.cpu import library
+from tests.families.towers import FOLDER
 from tests.test_devices import break_jax
 
 Findings = dict[str, Finding]
@@ -30,19 +33,22 @@ def find_model(device_kind: str = "") -> DecoderConfig:
     return parse_config(load_preset("qwen3-0.6b") or {})
 
 
-def find_drafter(model: DecoderConfig) -> DrafterModel | None:
+def find_none(model: DecoderConfig) -> None:
     return None
 
 
-def examine(cache_dir: Path | str, model: Any = find_model, drafter: Any = find_drafter, **options: Any) -> Findings:
+FIND = FindParts(find_model, find_none, find_none)
+
+
+def examine(cache_dir: Path | str, find: FindParts = FIND, **options: Any) -> Findings:
     config = EngineConfig.from_options(compilation_cache_dir=str(cache_dir), **options)
-    return {finding.title: finding for finding in run_checks(list_checks(config, model, drafter))}
+    return {finding.title: finding for finding in run_checks(list_checks(config, find))}
 
 
 def examine_cache(cache_dir: Path) -> Finding:
     """The section that needs no other."""
     config = EngineConfig.from_options(compilation_cache_dir=str(cache_dir))
-    checks = [check for check in list_checks(config, find_model, find_drafter) if check.title == "Compile cache"]
+    checks = [check for check in list_checks(config, FIND) if check.title == "Compile cache"]
     (finding,) = run_checks(checks)
     return finding
 
@@ -77,7 +83,7 @@ def test_it_says_where_a_cpu_multiplies(
 ) -> None:
     rows = dict.fromkeys(("float32", "bfloat16"), 8)
     monkeypatch.setattr(library, "_state", library._state | {"has_tiles": has_tiles, "product_rows": rows})
-    text = examine(tmp_path, lambda _: replace(find_model(), dtype=dtype))["Attention"].text
+    text = examine(tmp_path, replace(FIND, model=lambda _: replace(find_model(), dtype=dtype)))["Attention"].text
     assert all(each in text for each in words) and text.count("AMX") == " ".join(words).count("AMX")
 
 
@@ -97,7 +103,7 @@ def test_devices_that_cannot_be_had(
     assert found["broken"] == ["Devices"] and {"JAX", "Model"} <= {*found["ok"]}
     assert found["skipped"] == ["Accelerators", "Attention", "Forward programs", "Sample programs"]
     assert findings["Attention"].text == "needs Devices" and "pip install '.[cuda13]'" in findings["Devices"].advice
-    assert not print_report(EngineConfig(), find_model, find_drafter)
+    assert not print_report(EngineConfig(), FIND)
     shown = capsys.readouterr().out
     assert "-> unset JAX_PLATFORMS" in shown and "Broken: Devices" in shown and "Traceback" not in shown
 
@@ -125,7 +131,7 @@ def test_a_model_that_cannot_run(tmp_path: Path) -> None:
     def refuse(device_kind: str) -> NoReturn:
         raise ConfigError("is not read here; use another", field="quantization_config")
 
-    findings = examine(tmp_path, refuse)
+    findings = examine(tmp_path, replace(FIND, model=refuse))
     assert list_by_status(findings)["broken"] == ["Model"] and "use another" in findings["Model"].text
 
 
@@ -144,12 +150,26 @@ def test_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "ngram, up to 3 tokens a step, looked"
     )
     chosen = {"method": "eagle3", "model": "head", "num_speculative_tokens": 4}
-    findings = examine(tmp_path, drafter=find, speculative_config=chosen)
+    findings = examine(tmp_path, replace(FIND, drafter=find), speculative_config=chosen)
     assert findings["Drafts"].text == "eagle3, up to 4 tokens a step; layers of the drafter: 1, bfloat16"
     assert "verify 2x5" in findings["Forward programs"].text
-    findings = examine(tmp_path, drafter=refuse, speculative_config=chosen)
+    findings = examine(tmp_path, replace(FIND, drafter=refuse), speculative_config=chosen)
     assert list_by_status(findings)["broken"] == ["Drafts"] and "no drafter for qwen3" in findings["Drafts"].text
     assert "Attention" in list_by_status(findings)["skipped"]
+
+
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.core.runtime.self_test.confirm_kernels", lambda shapes, device: shapes)
+    config = EngineConfig.from_options(model=str(FOLDER / "qwen3_vl"))
+    files = locate_model(config.model)
+    find = FindParts(
+        lambda kind: resolve_model(config, files, kind), find_none, lambda model: locate_tower(config, files, model)
+    )
+    findings = examine(tmp_path, find, attention_impl="xla")
+    assert findings["Images"].text.startswith("images: at most 64 tokens and 256 patches each")
+    assert findings["Images"].text.endswith("layers of the tower: 3")
+    assert "images, xla: that of the text model" in findings["Attention"].text
+    assert examine(tmp_path)["Images"].text == "none are read"
 
 
 def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:

@@ -81,9 +81,10 @@ class Images(StepFeature):
 
     def bind(self, sizes: Sizes, plan: CachePlan, mesh: Mesh, first_pool: int) -> Images:
         """See `StepFeature.bind`."""
-        # Its products are those of the model, which have been tested by now.
+        # Its products and its attention are those of the model, which have been tested by now.
         blocks = replace(self.tower.blocks, few_rows=sizes.model.few_rows)
-        return replace(self, tower=replace(self.tower, blocks=blocks), mesh=mesh if mesh.size > 1 else None)
+        bound = make_images(sizes, replace(self.tower, blocks=blocks))
+        return replace(bound, mesh=mesh if mesh.size > 1 else None)
 
     def params_specs(self, sizes: Sizes, mesh: Mesh) -> Any:
         """Returns the tower's parameters, and the rows of vectors."""

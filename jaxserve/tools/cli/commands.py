@@ -142,19 +142,24 @@ def plan(args: argparse.Namespace) -> None:
 def doctor(args: argparse.Namespace) -> int:
     """`jaxserve doctor`; returns 1 when something is broken."""
     from jaxserve.engine.draft_files import locate_drafter
-    from jaxserve.engine.model_files import locate_model, resolve_model
-    from jaxserve.tools.doctor import print_report
+    from jaxserve.engine.model_files import ModelFiles, locate_model, resolve_model
+    from jaxserve.engine.tower_files import TowerFiles, locate_tower
+    from jaxserve.tools.doctor import FindParts, print_report
 
     config = EngineConfig.from_options(**read_engine_options(args))
 
-    def find_model(device_kind: str) -> DecoderConfig:
-        return resolve_model(config, locate_model(config.model, need_weights=False), device_kind)
+    def locate() -> ModelFiles:
+        return locate_model(config.model, need_weights=False)
 
     def find_drafter(model: DecoderConfig) -> DrafterModel | None:
-        drafter = locate_drafter(config, locate_model(config.model, need_weights=False), model)
+        drafter = locate_drafter(config, locate(), model)
         return None if drafter is None else drafter.model
 
-    return 0 if print_report(config, find_model, find_drafter) else 1
+    def find_tower(model: DecoderConfig) -> TowerFiles | None:
+        return locate_tower(config, locate(), model)
+
+    find = FindParts(lambda device_kind: resolve_model(config, locate(), device_kind), find_drafter, find_tower)
+    return 0 if print_report(config, find) else 1
 
 
 def verify_determinism(args: argparse.Namespace) -> int:
