@@ -210,3 +210,20 @@ def test_the_place_of_an_image_is_part_of_its_pages() -> None:
     while (plan := scheduler.plan()) is not None:
         scheduler.commit(plan, StepOutputs([TEXT] * plan.num_rows))
     assert first.token_ids[:64] == other.token_ids[:64] and set(first.pages.keys).isdisjoint(other.pages.keys)
+
+
+def test_decoding_rows_are_in_each_step_beside_100_images() -> None:
+    """So their longest gap is one step, and the patches of one tower program in front of it (`Device.run`)."""
+    scheduler, device = make_scheduler(num_pages=140), Device()
+    decoding = [Request(name, (TEXT,) * 40, SamplingParams(max_tokens=330)) for name in ("a", "b")]
+    for request in decoding:
+        scheduler.add(request)
+    for step in range(330):
+        if step >= 2 and step < 102:
+            scheduler.add(make_request(f"r{step}", [(0, 5), (step, LARGEST), (0, 5)], max_tokens=1))
+        plan = scheduler.plan()
+        assert plan is not None
+        assert step < 2 or len(plan.decode_rows) == 2
+        device.run(scheduler, plan)
+        scheduler.commit(plan, StepOutputs([TEXT] * plan.num_rows))
+    assert device.num_written == 100
