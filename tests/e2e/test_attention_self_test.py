@@ -17,7 +17,7 @@ from jaxserve.engine.metrics import Gauge
 from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.errors import ConfigError, DeviceError
 from jaxserve.features.choose import make_shapes
-from jaxserve.tools.doctor import list_checks, run_checks
+from jaxserve.tools.doctor import FindParts, list_checks, run_checks
 from tests.e2e.helpers import PROGRAMS, generate_ids, greedy, write_tiny_llama
 from tests.pallas_kernels.cpu_kernel import serve_kernel
 
@@ -133,7 +133,8 @@ def test_a_device_that_the_kernel_broke_is_no_fallback(tiny: Path, monkeypatch: 
 
 def test_the_doctor_notes_a_fallback(tiny: Path) -> None:
     config = EngineConfig.from_options(model=str(tiny), **OPTIONS)
-    checks = list_checks(config, lambda kind: resolve_model(config, locate_model(config.model)), lambda model: None)
+    files, find_none = locate_model(config.model), lambda model: None
+    checks = list_checks(config, FindParts(lambda kind: resolve_model(config, files), find_none, find_none))
     with serve_kernel("does not compile"):
         (finding,) = [finding for finding in run_checks(checks) if finding.title == "Attention"]
     assert finding.status == "note" and "the gpu kernels failed their self-test" in finding.text
