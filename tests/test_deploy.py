@@ -22,7 +22,7 @@ from jaxserve.features.lora.store import AdapterStore
 from jaxserve.options import list_options
 from jaxserve.server.app import make_admin_api, make_api
 from jaxserve.server.launch import make_state
-from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.metrics import ImageCounts, ServerMetrics
 from jaxserve.server.metrics.exposition import render
 from jaxserve.server.options import ServerConfig
 from jaxserve.server.protocol.chat import ChatCompletionRequest
@@ -178,6 +178,7 @@ def test_metrics_of_the_table_are_those_that_are_rendered() -> None:
     named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
     metrics = ServerMetrics("demo")
     metrics.cache_config, metrics.adapters = {"page_size": 32}, AdapterStore(lambda folder: None, 1)
+    metrics.images = ImageCounts(lambda: 0)
     text = render(metrics, None, make_stats(), "ready")[0].decode()
     assert named == {name.removeprefix("jaxserve:") for name in re.findall(r"^# TYPE (\S+)", text, flags=re.M)}
 

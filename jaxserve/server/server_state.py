@@ -102,7 +102,7 @@ class ServerState:
         self.max_sequences = self.config.limits.max_sequences_per_request
         digest = hashlib.sha256(repr(self.engine_config).encode()).hexdigest()
         most = self.config.limits.max_body_bytes_total
-        self.bodies = ByteBudget(most, "Request bodies", "too_many_body_bytes", free=FREE_BYTES)
+        self.bodies = ByteBudget(most, "Request bodies", code="too_many_body_bytes", free=FREE_BYTES)
         self.preparation = Preparation(self.config.limits.template_timeout)
         self.grammars = GrammarLane(self.config.limits.max_grammar_time)
         self.fingerprint = f"jaxserve-{__version__}-{digest[:8]}"
@@ -157,7 +157,7 @@ class ServerState:
             self._log_form(template, tokenizer)
         if llm.requests.images is not None:
             most = self.config.limits.max_image_bytes_total
-            self.images = ServedImages(llm.requests.images, ByteBudget(most, "Images", "too_many_image_bytes"))
+            self.images = ServedImages(llm.requests.images, ByteBudget(most, "Images", code="too_many_image_bytes"))
             self.metrics.images = self.images.counts
         self.adapters.open(llm.ready.adapters, read_lora_modules(serving.lora_modules))
         self.token_texts = TokenTexts(tokenizer)
