@@ -164,7 +164,9 @@ def main() -> None:
             fill(part)
         with torch.no_grad():
             model.lm_head.weight[_START:] = 0  # no answer has a token of images
-        tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+        # Published files have matrices of experts as [E, in, out].
+        state = model.state_dict().items()
+        tensors = {key: (tensor.mT if ".mlp.experts." in key else tensor).contiguous() for key, tensor in state}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         np.savez_compressed(folder / "golden.npz", **record(model.model.visual), **record_prompts(model))
         print(name, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), "bytes")
