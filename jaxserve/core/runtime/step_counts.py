@@ -20,6 +20,8 @@ class StepCounts:
     padded_tokens: int = 0  # useful tokens included
     bytes_saved: int = 0  # KV copied to the host tier
     bytes_loaded: int = 0  # and from it
+    tower_images: int = 0  # computed by the tower of a model that reads images
+    tower_patches: int = 0  # of these
     num_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))  # steps per bin
 
     def count(self, bucket: Bucket, num_tokens: int, width: int = 1) -> None:

@@ -143,7 +143,7 @@ class Images(StepFeature):
 
     def open(self, sizes: Sizes, params: Any, counts: StepCounts) -> ImageRunner:
         """See `StepFeature.open`."""
-        return ImageRunner(self, params)
+        return ImageRunner(self, params, counts)
 
 
 def write_images(
@@ -164,8 +164,8 @@ def write_images(
 class ImageRunner(FeatureHost):
     """Runs the tower in front of steps."""
 
-    def __init__(self, feature: Images, tower_params: Any) -> None:
-        self._feature, self._tower = feature, find_tower(feature.tower)
+    def __init__(self, feature: Images, tower_params: Any, counts: StepCounts) -> None:
+        self._feature, self._tower, self._counts = feature, find_tower(feature.tower), counts
         self.params = {"tower": tower_params, "rows": None}
 
     def reset(self, state: Any) -> None:
@@ -191,6 +191,8 @@ class ImageRunner(FeatureHost):
         if plan.image_writes:
             num_patches = sum(write.item.num_patches for write in plan.image_writes)
             self._run(device, self._feature.find_size(num_patches), plan.image_writes)
+            self._counts.tower_images += len(plan.image_writes)
+            self._counts.tower_patches += num_patches
 
     def _run(self, device: DeviceState, size: int, writes: Sequence[ImageWrite]) -> None:
         feature, tower = self._feature, self._feature.tower
