@@ -92,12 +92,14 @@ class ImageLoader:
                 return await decode(part, await self._sources.load(part))
 
         found = await asyncio.gather(*map(load, parts), return_exceptions=True)
-        items: list[MediaItem] = []
-        for each in (*refusals, *found):
-            if isinstance(each, BaseException):
-                raise each
-            items.append(each)
-        return items
+        failed = [*refusals, *(each for each in found if isinstance(each, BaseException))]
+        if not failed:
+            return [each for each in found if not isinstance(each, BaseException)]
+        try:
+            raise failed[0]
+        finally:  # errors would lead back to themselves, and hold the images' data until garbage is collected
+            refusals.clear()
+            del found, failed
 
     def close(self) -> None:
         """Takes no more work; what is under way ends with the reader."""

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from jaxserve import __version__
 from jaxserve.errors import JaxServeError
 from jaxserve.server.docs_page import write_page
-from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.errors import ApiError, drop_tracebacks, to_api_error
 from jaxserve.server.gate import AccessLog, AdminGuard, Guard, HeadRequests
 from jaxserve.server.keys import Keys
 from jaxserve.server.openapi import install_document
@@ -85,7 +85,10 @@ def make_admin_api(state: ServerState) -> FastAPI:
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:
-    return to_api_error(error, get_state(request).retry_after()).to_response(request.scope["path"])
+    answer = to_api_error(error, get_state(request).retry_after()).to_response(request.scope["path"])
+    if isinstance(error, ApiError | JaxServeError):  # others are faults of the server, which are logged once more
+        drop_tracebacks(error)
+    return answer
 
 
 async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -114,6 +114,18 @@ def to_api_error(error: BaseException, retry_after: int = 1) -> ApiError:
     return ApiError(500, _OURS, code="internal_error")
 
 
+def drop_tracebacks(error: BaseException) -> None:
+    """Drops the tracebacks of an answered refusal, and of the errors behind it.
+
+    Their frames hold the body and all that was made of it, and refer to errors again: it would stay in memory until
+    garbage is collected.
+    """
+    each: BaseException | None = error
+    while each is not None and each.__traceback__ is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+
+
 def _explain(error: JaxServeError, status: int, code: str, retry_after: int) -> ApiError:
     message, field = str(error), getattr(error, "field", None)
     headers = {}

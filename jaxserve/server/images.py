@@ -27,10 +27,6 @@ class NewImagesError(Exception):
         super().__init__("images must be loaded")
         self.parts, self.options = parts, options
 
-    def forget(self) -> None:
-        """Drops the images' data. The frames that raised it have it, too, and are part of a circle with the error."""
-        self.parts, self.__traceback__ = (), None
-
 
 @final
 class ServedImages:
@@ -87,8 +83,6 @@ class ServedImages:
             raise ApiError(429, message, code="images_busy", headers={"Retry-After": str(_RETRY_AFTER)}) from None
         except WorkerPoolClosedError:
             raise ApiError(503, "The server is shutting down.", code="server_draining") from None
-        finally:
-            new.forget()
         self.counts.num_images += len(items)
         self.counts.num_patches += sum(item.num_patches for item in items)
         return items

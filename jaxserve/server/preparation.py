@@ -111,8 +111,11 @@ class Preparation:
             headers = {"Retry-After": str(_RETRY_AFTER)}
             raise ApiError(429, message, code="preparation_busy", headers=headers) from None
         working = asyncio.ensure_future(self._work(lane, function, *args))
-        async with asyncio.timeout(self._time_limit_s):
-            return await asyncio.shield(working)
+        try:
+            async with asyncio.timeout(self._time_limit_s):
+                return await asyncio.shield(working)
+        finally:
+            del working  # an error that it has would lead back to itself, and hold the body until garbage is collected
 
     async def _work(self, lane: _Lane, function: Callable[..., Any], *args: Any) -> Any:
         """Runs a function in a thread, which is taken until it returns, whoever still waits for it."""
@@ -123,6 +126,7 @@ class Preparation:
             return await asyncio.wrap_future(future)
         finally:
             lane.turns.release()
+            del future  # as in `_submit`
 
     async def run_quickly(self, function: Callable[..., Any], *args: Any, longest_wait: float | None = None) -> Any:
         """Runs a short function on the event loop: a thread would first wait for the GIL.

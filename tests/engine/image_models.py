@@ -86,3 +86,22 @@ def draw(height: int = 32, width: int = 48, value: int = 90) -> Image.Image:
     pixels = np.full((height, width, 3), value, np.uint8)
     pixels[: height // 2] //= 2
     return Image.fromarray(pixels)
+
+
+_TINY = Path(__file__).parents[1] / "goldens" / "towers" / "qwen3_vl"
+
+
+def make_checkpoint(folder: Path, *, context: int = 1024) -> Path:
+    """Writes a whole tiny Qwen3-VL but for its weights, which `load_format="dummy"` makes, and returns the folder."""
+    make_folder(folder)
+    ids = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    config = json.loads((_TINY / "config.json").read_text())
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id")
+    config |= {name: ids.token_to_id(token) for name, token in zip(names, SPECIAL, strict=True)}
+    config["text_config"] |= {
+        "vocab_size": -(-ids.get_vocab_size() // 8) * 8,
+        "eos_token_id": ids.token_to_id("<|im_end|>"),
+        "max_position_embeddings": context,
+    }
+    builders.write_json(folder / "config.json", config)
+    return folder

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,28 @@ def test_the_first_part_that_is_wrong_is_named(make: Made) -> None:
     with pytest.raises(InvalidRequestError) as error:
         asyncio.run(make().load([data("a"), data("bad", 1), data("b", 2)]))
     assert error.value.field == "messages[0].content[1]"
+
+
+@pytest.mark.parametrize("is_admitted", [True, False])
+def test_errors_do_not_keep_images(make: Made, is_admitted: bool) -> None:
+    """Their frames have the images, and must not lead back to them: then only a collection of garbage ends both."""
+
+    def admit(item: MediaItem) -> None:
+        if not is_admitted:
+            raise InvalidRequestError("too much", field="messages")
+
+    async def run() -> weakref.ref[Exception]:
+        try:
+            await make().load([data("bad" if is_admitted else "good"), data("bad", 1)], admit=admit)
+        except InvalidRequestError as error:
+            return weakref.ref(error)
+        raise AssertionError("nothing was refused")
+
+    gc.disable()
+    try:
+        assert asyncio.run(run())() is None
+    finally:
+        gc.enable()
 
 
 def test_files_are_not_read_by_default(make: Made, tmp_path: Path) -> None:

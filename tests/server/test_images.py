@@ -2,104 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import gc
-import io
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
 
-from jaxserve.core.layers.pooling import LAST
-from jaxserve.engine.generation_config import GenerationDefaults
-from jaxserve.engine.thread import EngineThread
-from jaxserve.media.parts import ImagePart
-from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.app import make_app
 from jaxserve.server.images import ServedImages
-from jaxserve.server.server_state import Phase, ServerState
 from jaxserve.workers import WorkerPoolBusyError
-from tests.engine.helpers import make_engine
-from tests.engine.image_models import MARKED, draw, make_factory, make_folder
-from tests.server.asgi import make_state, wrap_engine
-
-TOKENS = 24  # of `draw()`
-TEXT = {"type": "text", "text": "what is it?"}
-
-
-def to_data(image: Image.Image, form: str = "PNG") -> str:
-    file = io.BytesIO()
-    image.save(file, form)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-DATA = to_data(draw())
-URL = f"data:image/png;base64,{DATA}"
-PART: dict[str, Any] = {"type": "image_url", "image_url": {"url": URL}}
-
-
-def to_content(body: Any) -> dict[str, Any]:
-    """What httpx takes for a body, which may be JSON already."""
-    if not isinstance(body, str):
-        return {"json": body}
-    return {"content": body, "headers": {"content-type": "application/json"}}
-
-
-class Front:
-    """The whole application. `requests` are those that the engine got."""
-
-    def __init__(self, folder: Path, *, options: dict[str, Any] | None = None, **server: Any) -> None:
-        self.state: ServerState = make_state(Phase.STARTING, **server)
-        model = SimpleNamespace(max_model_len=512, vocab_size=400, generates=True, pooler=LAST, causal=True)
-        factory = make_factory(folder, **(options or {}))
-        engine, _ = make_engine(rows=8, num_pages=200, image_rows=1024)
-        llm = wrap_engine(
-            engine,
-            tokenizer=factory._tokenizer,
-            shapes=SimpleNamespace(model=model, config=SimpleNamespace(cache=None)),
-            requests=factory,
-            defaults=GenerationDefaults(SamplingParams(temperature=0, max_tokens=2)),
-            adapters=None,
-        )
-        llm._thread = EngineThread(engine, None)
-        view = {"describe_cache": dict, "refuse_if_full": lambda *_, **__: None, "seconds_to_admit": lambda: 1}
-        llm.view = SimpleNamespace(**view)  # type: ignore[assignment]
-        self.requests: list[Request] = []
-        stream = llm.stream
-        llm.stream = lambda requests, **more: self.requests.extend(requests) or stream(requests, **more)  # type: ignore[method-assign, func-returns-value]
-        self.state.open(llm)
-        self.state.phase = Phase.READY
-        self._app = make_app(self.state)
-
-    def ask(self, path: str, body: Any) -> httpx.Response:
-        """Sends a body and returns the answer."""
-        return self.ask_many([(path, body)])[0]
-
-    def ask_many(self, asked: list[tuple[str, Any]]) -> list[httpx.Response]:
-        """Sends bodies at once."""
-
-        async def run() -> list[httpx.Response]:
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-                return list(await asyncio.gather(*(client.post(path, **to_content(body)) for path, body in asked)))
-
-        return asyncio.run(run())
-
-    def chat(self, *parts: Any, **more: Any) -> httpx.Response:
-        return self.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": list(parts)}], **more})
-
-    def close(self) -> None:
-        self.state.end_processes()
-        assert self.state.llm is not None
-        self.state.llm._thread.shutdown()
+from tests.engine.image_models import MARKED, make_folder
+from tests.server.asgi import make_state
+from tests.server.image_front import DATA, PART, TEXT, TOKENS, URL, Front, to_block, to_input
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +66,6 @@ def test_tokens_are_counted_and_shown(front: Front) -> None:
     counted = front.ask("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [TEXT, to_block()]}]})
     assert counted.json()["input_tokens"] == shown["count"]
     refuse(front.ask("/tokenize", {"prompt": "a", "mm_processor_kwargs": {"max_pixels": 256}}), "mm_processor_kwargs")
-
-
-def to_input(url: str = URL, **more: Any) -> dict[str, Any]:
-    return {"type": "input_image", "image_url": url, **more}
-
-
-def to_block(data: str = DATA, **more: Any) -> dict[str, Any]:
-    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}, **more}
 
 
 def test_responses_have_images(front: Front) -> None:
@@ -283,33 +190,6 @@ def test_bytes_are_held_until_the_answer_has_ended(folder: Path) -> None:
     assert front.chat(TEXT, {"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}).status_code == 400
     assert counts.read_bytes() == 0 and front.chat(PART).status_code == 200
     front.close()
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_a_long_answer_holds_no_data_of_images(front: Front, path: str) -> None:
-    """Hundreds of clients may read theirs at once, and their bodies no longer count."""
-    part = {"/v1/responses": to_input(), "/v1/messages": to_block()}.get(path, PART)
-    turns = [{"role": "user", "content": [part]}]
-    body = {"input": turns} if path == "/v1/responses" else {"messages": turns, "max_tokens": 2}
-    mark = DATA[:-8] + "AAAA" + DATA[-4:]  # other bytes at the end, which decoders ignore, are nobody else's
-    content = json.dumps({**body, "stream": True}).replace(DATA, mark)
-    held: list[Any] = []
-    llm: Any = front.state.llm
-    stream = llm.stream
-
-    def look(requests: Any, **more: Any) -> Any:
-        gc.collect()  # circles of errors and frames are no leak
-        for each in gc.get_objects():
-            texts = [each.url] if isinstance(each, ImagePart) else list(each.values()) if type(each) is dict else []
-            held.extend(text for text in texts if isinstance(text, str) and text.endswith(mark))
-        return stream(requests, **more)
-
-    llm.stream = look
-    try:
-        assert front.ask(path, content).status_code == 200
-    finally:
-        llm.stream = stream
-    assert not held
 
 
 def test_others_images_are_waited_for_in_vain(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
