@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from make_encoder_goldens import fill
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,8 +35,7 @@ sys.path.insert(0, str(ROOT))
 from tests.media.pictures import draw  # noqa: E402
 
 DEFAULT_OUT = ROOT / "tests" / "goldens" / "towers"
-PIXELS = ((16, 24), (40, 32), (8, 56), (48, 48))  # heights and widths, which no processor changes
-_PROCESSOR = {
+_QWEN_PROCESSOR = {
     "size": {"longest_edge": 4096, "shortest_edge": 64},
     "patch_size": 4,
     "temporal_patch_size": 2,
@@ -71,18 +74,111 @@ _TEXT = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _IDS = {"image_token_id": 80, "video_token_id": 81, "vision_start_token_id": 78, "vision_end_token_id": 79}
+_GEMMA_PROCESSOR = {
+    "size": {"height": 84, "width": 84},
+    "image_seq_length": 9,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "image_processor_type": "Gemma3ImageProcessorFast",
+}
+# The window is smaller than an image, so each layer of the two kinds masks it in another way.
+_GEMMA_TEXT = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+_GEMMA_TOWER = {
+    "hidden_size": 24,
+    "image_size": 84,
+    "intermediate_size": 40,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+_GEMMA_IDS = {"boi_token_index": 78, "eoi_token_index": 79, "image_token_index": 80, "mm_tokens_per_image": 9}
+_START, _END, _IMAGE = 78, 79, 80
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model. `pixels` are the heights and widths of its pictures, which its processor does not change."""
+
+    architecture: str
+    vision: dict[str, Any]
+    text: dict[str, Any]
+    keys: dict[str, Any]  # of config.json beside the two
+    settings: dict[str, Any]  # of preprocessor_config.json
+    processor: Callable[..., Any]
+    run_tower: Callable[[Any, dict[str, Any]], torch.Tensor]  # [M, P, D]
+    modules: tuple[str, ...]  # of the model, which have weights
+    token_types: str  # the model's argument that says which tokens are of images
+    pixels: tuple[tuple[int, int], ...] = ((16, 24), (40, 32), (8, 56), (48, 48))
+    scales: tuple[tuple[str, float], ...] = ()  # of the text's weights by names: else answers repeat one token
+    step: int = 0  # each picture is cut so many pixels to the right of the one before, where all have one size
+
+    def count_tokens(self, made: dict[str, Any]) -> list[int]:
+        """The placeholders of each picture."""
+        if "image_grid_thw" in made:
+            return [int(grid.prod()) // 4 for grid in made["image_grid_thw"]]
+        return [self.settings["image_seq_length"]] * len(made.get("pixel_values", ()))
+
+    def draw(self, index: int) -> np.ndarray:
+        """A picture [height, width, 3] uint8."""
+        (height, width), left = self.pixels[index], self.step * index
+        return draw(height, left + width)[:, left:]
+
+
+def run_qwen(model: Any, made: dict[str, Any]) -> torch.Tensor:
+    found = model.model.visual(made["pixel_values"], made["image_grid_thw"])
+    return torch.stack([found.pooler_output, *found.deepstack_features], dim=1)
+
+
+def run_gemma(model: Any, made: dict[str, Any]) -> torch.Tensor:
+    return model.get_image_features(made["pixel_values"], return_dict=True).pooler_output.transpose(0, 1)
+
+
+def make_qwen(architecture: str, vision: dict[str, Any], text: dict[str, Any]) -> Case:
+    modules = ("model.visual", "model.language_model", "lm_head")
+    types = "mm_token_type_ids"
+    kind = Qwen2VLImageProcessorPil
+    return Case(architecture, _TOWER | vision, text, _IDS, _QWEN_PROCESSOR, kind, run_qwen, modules, types)
+
+
 # Heads of 12 are no multiple of what kernels take; those of 16 are.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen3_vl": ("qwen3_vl", _TOWER | {"hidden_size": 24, "num_heads": 2}, _TEXT),
-    "qwen3_vl_moe": (
-        "qwen3_vl_moe",
-        _TOWER | {"hidden_size": 32, "num_heads": 2, "depth": 2, "deepstack_visual_indexes": [0]},
+CASES: dict[str, Case] = {
+    "qwen3_vl": make_qwen("Qwen3VL", {"hidden_size": 24, "num_heads": 2}, _TEXT),
+    "qwen3_vl_moe": make_qwen(
+        "Qwen3VLMoe",
+        {"hidden_size": 32, "num_heads": 2, "depth": 2, "deepstack_visual_indexes": [0]},
         _TEXT | _EXPERTS,
     ),
+    "gemma3": Case(
+        "Gemma3",
+        _GEMMA_TOWER,
+        _GEMMA_TEXT,
+        _GEMMA_IDS,
+        _GEMMA_PROCESSOR,
+        Gemma3ImageProcessorPil,
+        run_gemma,
+        ("model.vision_tower", "model.multi_modal_projector", "model.language_model"),
+        "token_type_ids",
+        ((84, 84),) * 4,
+        scales=(("embed_tokens", 0.3), ("q_norm", 3.0)),
+        step=5,
+    ),
 }
-_START, _END, _IMAGE = (_IDS[key] for key in ("vision_start_token_id", "vision_end_token_id", "image_token_id"))
 _NUM_GREEDY = 64
-# Prompts by name: numbers of text tokens, and pictures by their place in PIXELS as strings.
+# Prompts by name: numbers of text tokens, and pictures by their place in `Case.pixels` as strings.
 PROMPTS: dict[str, tuple[int | str, ...]] = {
     "text": (40,),
     "one": (7, "1", 9),
@@ -105,22 +201,22 @@ def make_ids(parts: tuple[int | str, ...]) -> tuple[list[int], list[int]]:
 
 
 @torch.no_grad()
-def record_prompts(model: Any) -> dict[str, np.ndarray]:
+def record_prompts(case: Case, model: Any) -> dict[str, np.ndarray]:
     """Of each prompt its ids and pictures, the logits f32 [T, V] of all its tokens, and greedy ids.
 
     Each forward pass computes the whole text, without a cache.
     """
-    processor, arrays = Qwen2VLImageProcessorPil(**_PROCESSOR), {}
+    arrays: dict[str, np.ndarray] = {}
     for name, parts in PROMPTS.items():
         short, pictures = make_ids(parts)
-        counts = iter(PIXELS[index][0] * PIXELS[index][1] // 64 for index in pictures)
+        made = process(case, [case.draw(index) for index in pictures]) if pictures else {}
+        counts = iter(case.count_tokens(made))
         ids = [token for each in short for token in ([each] * next(counts) if each == _IMAGE else [each])]
-        images = [Image.fromarray(draw(*PIXELS[index])) for index in pictures]
-        made = dict(processor(images=images, return_tensors="pt", do_convert_rgb=True)) if images else {}
         greedy: list[int] = []
         for _ in range(_NUM_GREEDY):
             tokens = torch.tensor([[*ids, *greedy]])
-            logits = model(tokens, mm_token_type_ids=(tokens == _IMAGE).int(), use_cache=False, **made).logits[0]
+            types = {case.token_types: (tokens == _IMAGE).int()}
+            logits = model(tokens, use_cache=False, **types, **made).logits[0]
             if not greedy:
                 arrays[f"{name}_logits"] = logits.numpy()
             greedy.append(int(logits[-1].argmax()))
@@ -129,46 +225,66 @@ def record_prompts(model: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
+def process(case: Case, pictures: list[np.ndarray]) -> dict[str, Any]:
+    """The model's arguments for pictures."""
+    images = [Image.fromarray(picture) for picture in pictures]
+    made = dict(case.processor(**case.settings)(images=images, return_tensors="pt", do_convert_rgb=True))
+    return {name: made[name] for name in ("pixel_values", "image_grid_thw") if name in made}
+
+
 @torch.no_grad()
-def record(tower: Any) -> dict[str, np.ndarray]:
+def record(case: Case, model: Any) -> dict[str, np.ndarray]:
     """Pixels uint8 [height, width, 3] and vectors f32 [M, P, D] of pictures, each computed alone."""
-    processor, arrays = Qwen2VLImageProcessorPil(**_PROCESSOR), {}
-    for index, size in enumerate(PIXELS):
-        pixels = draw(*size)
-        made = processor(images=[Image.fromarray(pixels)], return_tensors="pt", do_convert_rgb=True)
-        grid = made["image_grid_thw"]
-        assert grid.tolist() == [[1, size[0] // 4, size[1] // 4]]
-        found = tower(made["pixel_values"], grid)
-        vectors = torch.stack([found.pooler_output, *found.deepstack_features], dim=1)
-        arrays |= {f"pixels_{index}": pixels, f"vectors_{index}": vectors.numpy()}
+    arrays = {}
+    for index, size in enumerate(case.pixels):
+        pixels = case.draw(index)
+        made = process(case, [pixels])
+        if "image_grid_thw" in made:
+            assert made["image_grid_thw"].tolist() == [[1, size[0] // 4, size[1] // 4]]
+        arrays |= {f"pixels_{index}": pixels, f"vectors_{index}": case.run_tower(model, made).numpy()}
     return arrays
+
+
+def publish(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors as published checkpoints have them: under their names, and matrices of experts as [E, in, out]."""
+    state = model.state_dict().items()
+    tensors = {key: (tensor.mT if ".mlp.experts." in key else tensor).contiguous() for key, tensor in state}
+    if model.config.model_type != "gemma3":
+        return tensors
+    renamed = {"model.vision_tower.": "vision_tower.vision_model.", "model.language_model.": "language_model.model."}
+    renamed["model.multi_modal_projector."] = "multi_modal_projector."
+    named = {}
+    for key, tensor in tensors.items():
+        for old, new in renamed.items():
+            if key.startswith(old):
+                named[key.replace(old, new, 1)] = tensor
+    return named  # the head is the table of embeddings
 
 
 def main() -> None:
     """Builds all cases."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder of the goldens")
+    parser.add_argument("--case", choices=CASES, help="only this one")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name, (model_type, tower_keys, text_keys) in CASES.items():
-        folder = arguments.out / name
+    for name in CASES if arguments.case is None else [arguments.case]:
+        case, folder = CASES[name], arguments.out / name
         shutil.rmtree(folder, ignore_errors=True)
-        config = AutoConfig.for_model(model_type, vision_config=tower_keys, text_config=text_keys, **_IDS)
-        architecture = {"qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}[model_type]
-        config.architectures, config.dtype = [f"{architecture}ForConditionalGeneration"], torch.float32
+        config = AutoConfig.for_model(name, vision_config=case.vision, text_config=case.text, **case.keys)
+        config.architectures, config.dtype = [f"{case.architecture}ForConditionalGeneration"], torch.float32
         config.save_pretrained(folder)
-        (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR, indent=1) + "\n")
+        (folder / "preprocessor_config.json").write_text(json.dumps(case.settings, indent=1) + "\n")
         options = {"attn_implementation": "eager", "dtype": torch.float32}
         model = AutoModelForImageTextToText.from_config(config, **options).eval()
-        for part in (model.model.visual, model.model.language_model, model.lm_head):
-            fill(part)
+        for part in case.modules:
+            fill(model.get_submodule(part))
         with torch.no_grad():
+            for key, parameter in model.model.language_model.named_parameters():
+                parameter *= math.prod(scale for part, scale in case.scales if part in key)
             model.lm_head.weight[_START:] = 0  # no answer has a token of images
-        # Published files have matrices of experts as [E, in, out].
-        state = model.state_dict().items()
-        tensors = {key: (tensor.mT if ".mlp.experts." in key else tensor).contiguous() for key, tensor in state}
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        np.savez_compressed(folder / "golden.npz", **record(model.model.visual), **record_prompts(model))
+        save_file(publish(model), folder / "model.safetensors", {"format": "pt"})
+        np.savez_compressed(folder / "golden.npz", **record(case, model), **record_prompts(case, model))
         print(name, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), "bytes")
     versions = {module.__name__: module.__version__ for module in (transformers, torch)}
     (arguments.out / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")

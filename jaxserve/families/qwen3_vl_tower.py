@@ -289,6 +289,7 @@ def _merge(config: TowerConfig, leaves: Leaves, x: Float[Array, "rows size"], ct
 
 TOWER = Tower(
     processor="qwen3_vl",
+    modules=(_MODULE,),
     parse=parse,
     tokens=read_tokens,
     table=list_params,

@@ -8,11 +8,15 @@ from typing import Any
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.models.tower import Tower, TowerConfig
 from jaxserve.errors import ConfigError
-from jaxserve.families import qwen3_vl_tower
+from jaxserve.families import gemma3_tower, qwen3_vl_tower
 from jaxserve.families.registry import spec_tree
 from jaxserve.media.processors import ImageProcessor
 
-TOWERS: Mapping[str, Tower] = {"qwen3_vl": qwen3_vl_tower.TOWER, "qwen3_vl_moe": qwen3_vl_tower.TOWER}
+TOWERS: Mapping[str, Tower] = {
+    "gemma3": gemma3_tower.TOWER,
+    "qwen3_vl": qwen3_vl_tower.TOWER,
+    "qwen3_vl_moe": qwen3_vl_tower.TOWER,
+}
 """The towers by the `model_type` of families that read images."""
 
 
@@ -20,11 +24,13 @@ def parse_tower(raw: Mapping[str, Any], text: DecoderConfig, processor: ImagePro
     """Returns the tower of a config.json, whose family must have one, for its text model.
 
     Raises:
-        ConfigError: a key of `vision_config` is unknown, malformed, or fits neither the text model nor the processor.
+        ConfigError: a key of `vision_config` is unknown or malformed, or does not fit the text model or the processor.
     """
     try:
         return TOWERS[text.family].parse(raw, text, processor)
     except ConfigError as error:
+        if error.field in raw:
+            raise
         message = str(error).removeprefix(f"{error.field}: ")
         raise ConfigError(message, field=f"vision_config.{error.field}", value=error.value) from error
 

@@ -87,6 +87,18 @@ def test_tokens_of_images() -> None:
         TOWERS["qwen3_vl"].tokens({})
 
 
+def test_tokens_around_images_of_gemma() -> None:
+    tower, item = TOWERS["gemma3"], read_images("gemma3")[0][0]
+    tokens = tower.tokens(read_raw("gemma3"))
+    text = "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"
+    assert tokens.write("see <start_of_image>.", 1) == f"see {text}."
+    assert (tokens.placeholder_id, tokens.count(item)) == (80, 9)
+    assert tower.tokens({"image_token_id": 7}).placeholder_id == 7
+    assert tower.tokens({}).placeholder_id == 262144
+    with pytest.raises(ConfigError, match="image_token_index"):
+        tower.tokens({"image_token_index": "7"})
+
+
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"depth": None}, "depth"),
     ({"depth": 10**9}, "depth"),
@@ -122,6 +134,35 @@ def test_faults_of_a_config_are_named(keys: dict[str, Any], field: str) -> None:
     assert str(caught.value).count("vision_config") == 1
 
 
+GEMMA_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": None}, "vision_config.num_hidden_layers"),
+    ({"num_attention_heads": 5}, "vision_config.num_attention_heads"),
+    ({"hidden_act": "prelu"}, "vision_config.hidden_act"),
+    ({"num_channels": 1}, "vision_config.num_channels"),
+    ({"image_size": 896}, "vision_config.image_size"),
+    ({"patch_size": 12}, "vision_config.patch_size"),
+    ({"vision_use_head": True}, "vision_config.vision_use_head"),
+    ({"layer_norm_eps": 0}, "vision_config.layer_norm_eps"),
+    ({"window_size": 112}, "vision_config.window_size"),
+]
+
+
+@pytest.mark.parametrize(("keys", "field"), GEMMA_FAULTS, ids=[field for _, field in GEMMA_FAULTS])
+def test_faults_of_a_config_of_gemma_are_named(keys: dict[str, Any], field: str) -> None:
+    raw = read_raw("gemma3")
+    vision = {key: value for key, value in (raw["vision_config"] | keys).items() if value is not None}
+    with pytest.raises(ConfigError) as caught:
+        parse_tower(raw | {"vision_config": vision}, parse_config(raw), find_processor("gemma3"))
+    assert caught.value.field == field
+
+
+def test_tokens_of_a_config_are_those_of_the_processor() -> None:
+    raw = read_raw("gemma3") | {"mm_tokens_per_image": 4}
+    with pytest.raises(ConfigError, match="4 must be image_seq_length of the processor, 9") as caught:
+        parse_tower(raw, parse_config(raw), find_processor("gemma3"))
+    assert caught.value.field == "mm_tokens_per_image"
+
+
 def test_a_config_without_a_tower_is_refused() -> None:
     raw = read_raw("qwen3_vl")
     for vision in (None, 5):
@@ -151,9 +192,20 @@ def write_files(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
     return folder
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, name: str = "qwen3_vl") -> Any:
     mesh = make_mesh(1, jax.devices()[:1])
-    return load_tower(read_tower("qwen3_vl"), folder, mesh=mesh, rules=DEFAULT_RULES)
+    return load_tower(read_tower(name), folder, mesh=mesh, rules=DEFAULT_RULES)
+
+
+def test_a_tower_has_the_names_of_published_files_or_those_of_transformers(tmp_path: Path) -> None:
+    tensors = load_file(FOLDER / "gemma3" / "model.safetensors")
+    renamed = {name.replace("vision_tower.vision_model.", "vision_tower."): each for name, each in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    params = load(write_files(tmp_path, renamed), "gemma3")
+    jax.tree.map(np.testing.assert_array_equal, params, load(FOLDER / "gemma3", "gemma3"))
+    renamed.pop("vision_tower.post_layernorm.bias")
+    with pytest.raises(WeightsError, match=r"lacks 1 of .*vision_tower\..*post_layernorm\.bias"):
+        load(write_files(tmp_path, renamed), "gemma3")
 
 
 def test_a_tower_is_loaded_beside_its_text_model(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ from jaxserve.core.runtime.tower import choose_tower_impl, fit_tower, run_tower
 from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
 from jaxserve.core.weights.tower import load_tower
 from jaxserve.families.registry import parse_config
-from jaxserve.families.towers import find_tower, parse_tower
+from jaxserve.families.towers import TOWERS, find_tower, parse_tower
 from jaxserve.media.items import MediaItem
 from jaxserve.media.processors import ImageProcessor, read_processor
 from jaxserve.media.processors.settings import read_settings
 from tests.golden_cases import GOLDENS
 
 FOLDER = GOLDENS / "towers"
-CASES = ("qwen3_vl", "qwen3_vl_moe")
+CASES = ("qwen3_vl", "qwen3_vl_moe", "gemma3")
 NUM_IMAGES = 6  # that a program takes
 
 
@@ -34,7 +34,7 @@ def read_raw(name: str) -> dict[str, Any]:
 
 
 def find_processor(name: str) -> ImageProcessor:
-    return read_processor("qwen3_vl", read_settings(FOLDER / name))
+    return read_processor(TOWERS[name].processor, read_settings(FOLDER / name))
 
 
 def read_tower(name: str, dtype: str = "float32") -> TowerConfig:

@@ -26,7 +26,8 @@ class TowerConfig:
     of the text model. `merge_size`: a square of so many patches on each side is one vector. The outputs of
     `deep_layers` (ascending) become vectors, too, which are added behind the text model's first layers, one for each.
     `positions` is the side of a square table of positions. `rope` rotates each half of a head by a coordinate of the
-    patch. The images of a step have at most `max_patches`.
+    patch. With `mutual` the tokens of an image see each other in the text model, wherever they are in it. The images of
+    a step have at most `max_patches`.
     """
 
     blocks: DecoderConfig
@@ -36,6 +37,7 @@ class TowerConfig:
     deep_layers: tuple[int, ...] = ()
     positions: int = 0
     rope: RopeConfig | None = None
+    mutual: bool = False
     max_patches: int = 0
 
     @property
@@ -48,15 +50,17 @@ class TowerConfig:
 class Tower:
     """A family's tower: how it is read and computed.
 
-    `processor` is a key of `media.processors.FAMILIES`. `parse` reads config.json for a text model, whose dtype the
-    tower gets; its errors name keys of `vision_config`. `tokens` are those by which prompts show an image. `table`
-    returns the parameters under canonical names. `arrange` makes the arrays of a batch of images of its items, by name,
+    `processor` is a key of `media.processors.FAMILIES`. `modules` are those of the checkpoint that hold all parameters.
+    `parse` reads config.json for a text model, whose dtype the tower gets; its errors name keys of `vision_config`, or
+    of the file around it. `tokens` are those by which prompts show an image. `table` returns the parameters under
+    canonical names. `arrange` makes the arrays of a batch of images of its items, by name,
     each [N, ...] for their N patches in a row; `inputs` describes them for N patches, a multiple of those of a vector.
     `run` computes these arrays, padded, in a context that has a batch whose rows are the images, a pool for the blocks'
     pages, and no rotation.
     """
 
     processor: str
+    modules: tuple[str, ...]
     parse: Callable[[Mapping[str, Any], DecoderConfig, ImageProcessor], TowerConfig]
     tokens: Callable[[Mapping[str, Any]], ImageTokens]
     table: Callable[[TowerConfig], Table]

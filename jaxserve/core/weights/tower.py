@@ -31,10 +31,10 @@ def load_tower(
     Raises WeightsError as `load_safetensors` does, for the tensors of the tower alone, and for a tower with quantized
     tensors.
     """
-    sources = {name: parameter.source for name, parameter in find_tower(config).table(config).items()}
-    modules = {".".join(name.split(".")[:2]) for source in sources.values() for name in source.names}
-    _refuse_quantized(path, tuple(f"{module}." for module in modules))
-    others = rf"(?!(?:{'|'.join(map(re.escape, sorted(modules)))})\.).*"
+    tower = find_tower(config)
+    sources = {name: parameter.source for name, parameter in tower.table(config).items()}
+    _refuse_quantized(path, tuple(f"{module}." for module in tower.modules))
+    others = rf"(?!(?:{'|'.join(map(re.escape, tower.modules))})\.).*"
     specs = tower_param_specs(config)
     options = {"mesh": mesh, "rules": rules, "progress": progress, "allow_nonfinite": allow_nonfinite}
     pieces = stream_pieces(path, specs, sources, (others,), whole=True, is_shared=True, **options)
