@@ -50,6 +50,7 @@ class Backend:
     devices: str = ""
     interpret: bool = False
     fused: bool = False  # writes keys and values itself
+    takes_last_keys: bool = False  # each token may see keys behind its own, up to one of its own
     splits_keys: bool = False  # a row's keys are cut and joined: by the step's load, or as AttnShape.fixed_splits says
 
     @property
@@ -58,7 +59,7 @@ class Backend:
 
 
 _BACKENDS = {
-    "xla": Backend("pallas_kernels.xla"),
+    "xla": Backend("pallas_kernels.xla", takes_last_keys=True),
     "cpu": Backend("pallas_kernels.cpu.attention", "cpu", fused=True),
     "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True, splits_keys=True),
     "gpu_interpret": Backend("pallas_kernels.hopper.attention", "cpu", interpret=True, fused=True, splits_keys=True),

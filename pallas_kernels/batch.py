@@ -23,6 +23,7 @@ def prepare_batch(
     max_query_len: int | None,
     impl: str | None = None,
     config: Any = None,
+    last_keys: jax.Array | None = None,  # [T] i32
 ) -> BatchMeta:
     """The batch for all layers of `shape`, once per step and inside jit.
 
@@ -38,9 +39,11 @@ def prepare_batch(
         max_query_len: most tokens of any row (1: a decode bucket); None if unknown.
         impl: the implementation; None for the best one on the device that is traced for.
         config: its tuning; None for the device's table, else the formula.
+        last_keys: the last key that each token sees, in its row's text: from its own on, and at most the row's last. A
+            window still ends at the token's own position. None: its own key. Only portable attention takes them.
 
     Raises:
-        ValueError: shapes do not fit each other, or the implementation cannot do `shape`.
+        ValueError: shapes do not fit each other, or the implementation cannot do `shape` or take `last_keys`.
     """
     num_rows, width = page_table.shape
     if seq_lens.shape != (num_rows,) or query_start_loc.shape != (num_rows + 1,) or distribution.shape != (3,):
@@ -55,6 +58,8 @@ def prepare_batch(
     obstacle = backend.module.find_obstacle(shape)  # with the layout that the pages have
     if obstacle is not None:
         raise ValueError(f"impl {name!r} cannot run: {obstacle}")
+    if last_keys is not None and not (backend.takes_last_keys and shape.causal and last_keys.shape == (num_tokens,)):
+        raise ValueError(f"last_keys {last_keys.shape} are for {num_tokens} tokens of causal attention with impl 'xla'")
     page_size = shape.spec.page_size
     query_lens = jnp.diff(query_start_loc)
     seq_lens = jnp.where(query_lens > 0, seq_lens, 0)
@@ -83,6 +88,7 @@ def prepare_batch(
         token_rows=token_rows,
         write_pages=write_pages,
         write_offsets=positions % page_size,
+        last_keys=last_keys,
         work=backend.module.plan_work(rows, shape, config=config),
         shape=shape,
         impl=name,

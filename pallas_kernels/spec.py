@@ -153,6 +153,7 @@ class BatchMeta:
     token_rows: jax.Array  # [T] i32, the token's row; the last one for padding
     write_pages: jax.Array  # [T] i32, the page for the token's K and V; the null page 0 for padding
     write_offsets: jax.Array  # [T] i32, and the slot in it
+    last_keys: jax.Array | None  # [T] i32, the last key that each token sees; None: its own, as far as masks are causal
     work: Any  # the implementation's own pytree: the step cut into units of work
     shape: AttnShape = field(metadata=_STATIC)
     impl: str = field(metadata=_STATIC)

@@ -73,8 +73,9 @@ def attend(
         def run_group(index: jax.Array, out: jax.Array, tiles: TileList = tiles) -> jax.Array:
             group = _slice_group(tiles, index)
             tokens = group.starts[:, None] + jnp.arange(tiles.tile_tokens, dtype=jnp.int32)  # [W, B]
-            found = _attend_group(q.at[tokens].get(mode="clip"), kv_pages, batch, group, layer)
             is_query = jnp.arange(tiles.tile_tokens) < group.counts[:, None]
+            last_keys = None if batch.last_keys is None else batch.last_keys.at[tokens].get(mode="clip")
+            found = _attend_group(q.at[tokens].get(mode="clip"), kv_pages, batch, group, layer, is_query, last_keys)
             return out.at[jnp.where(is_query, tokens, q.shape[0])].set(found.astype(out.dtype), mode="drop")
 
         out = lax.fori_loop(0, tiles.num_groups, run_group, out)
@@ -95,6 +96,8 @@ def _attend_group(
     batch: BatchMeta,
     group: TileList,  # W tiles of B queries
     layer: AttnLayer,
+    is_query: jax.Array,  # [W, B]
+    last_keys: jax.Array | None,  # [W, B], that queries see; None: as far as the group says
 ) -> jax.Array:
     """Attention [W, B, N, V] of W tiles, each over its own keys, block by block from the first that it sees."""
     width, tile_tokens, num_heads, head_dim = q.shape
@@ -111,11 +114,16 @@ def _attend_group(
     q = q.reshape(width, tile_tokens, num_kv_heads, group_size, head_dim).swapaxes(1, 2)
     q = q.reshape(width, num_kv_heads, tile_tokens * group_size, head_dim).astype(dtype)
     table = batch.page_table[group.rows]  # [W, M]
-    ends = jnp.where(group.counts > 0, group.ends, 0)  # [W], one past the last key seen
+    query_positions = group.query_positions  # [W, B]
+    ends = group.ends
+    if last_keys is None:
+        last_keys = query_positions
+    else:
+        ends = jnp.max(jnp.where(is_query, last_keys + 1, 0), axis=1)
+    ends = jnp.where(group.counts > 0, ends, 0)  # [W], one past the last key seen
     begins = jnp.zeros_like(ends) if span is None else jnp.maximum(group.positions - span + 1, 0)
     blocks = begins // block_tokens  # [W], first block of each tile
     num_blocks = jnp.max((ends + block_tokens - 1) // block_tokens - blocks)
-    query_positions = group.query_positions  # [W, B]
 
     def run_block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         columns = (blocks + index)[:, None] * block_pages + jnp.arange(block_pages, dtype=jnp.int32)  # [W, C]
@@ -124,7 +132,7 @@ def _attend_group(
         key_positions = columns[:, :1] * page_size + jnp.arange(block_tokens, dtype=jnp.int32)  # [W, E]
         is_key = (key_positions >= begins[:, None]) & (key_positions < ends[:, None])
         v = jnp.where(is_key[:, None, :, None], v, 0)  # a stale slot may hold NaN, which a weight of 0 does not remove
-        seen = is_key[:, None] & (key_positions[:, None] <= query_positions[:, :, None])  # [W, B, E]
+        seen = is_key[:, None] & (key_positions[:, None] <= last_keys[:, :, None])  # [W, B, E]
         if span is not None:
             seen &= key_positions[:, None] > query_positions[:, :, None] - span
         seen = jnp.repeat(seen, group_size, axis=1)[:, None]  # [W, 1, B * G, E]

@@ -41,6 +41,7 @@ class Case:
     fixed_splits: bool = False
     causal: bool = True
     is_stored: bool = False  # cross attention: the first number of `rows` counts all keys, the second queries alone
+    mutual: tuple[tuple[int, int, int], ...] = ()  # (row, first, end): tokens of a row's text that see each other
     chunk_sms: int = 1  # multiprocessors of the device that a long case's chunks are cut for, where kernels cut them
 
     @property
@@ -82,6 +83,7 @@ class Inputs:
     heads: HeadParams
     num_pages: int  # pages of one layer
     num_layers: int
+    last_keys: np.ndarray | None = None  # [T]
 
     @property
     def meta(self) -> tuple[np.ndarray, ...]:
@@ -137,7 +139,22 @@ def make_inputs(case: Case, seed: int = 0, *, num_layers: int = 2) -> Inputs:
         heads=_make_heads(case, rng),
         num_pages=num_pages,
         num_layers=num_layers,
+        last_keys=_list_last_keys(case) if case.mutual else None,
     )
+
+
+def _list_last_keys(case: Case) -> np.ndarray:
+    """The last key [T] that each token sees; that of padding is any."""
+    found = np.zeros(case.max_tokens, np.int32)
+    at = 0
+    for row, (computed, new) in enumerate(case.rows):
+        positions = np.arange(computed, computed + new)
+        last = positions.copy()
+        for _, first, end in (each for each in case.mutual if each[0] == row):
+            last[(positions >= first) & (positions < end)] = end - 1
+        found[at : at + new] = last
+        at += new
+    return found
 
 
 def choose_config(case: Case, impl: str) -> Any:

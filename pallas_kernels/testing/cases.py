@@ -180,6 +180,18 @@ CASES = [
     Case("cross mixed latents", ((40, 1), (5, 33), (130, 9)), **_CROSS, **_latents(8, "bfloat16", 32)),
 ]
 
+# Tokens that see each other, in one tile of queries or several, up to a row's end, and some of them computed before.
+_MUTUAL = {
+    "rows": ((40, 1), (10, 40), (16, 16), (20, 7)),
+    "max_tokens": 96,
+    "mutual": ((1, 12, 41), (1, 45, 50), (2, 16, 32), (3, 15, 25)),
+}
+MUTUAL_CASES = [  # for implementations that take last keys
+    Case("images", **_MUTUAL),
+    Case("images in a window shorter than they are", window=6, sinks=True, **_MUTUAL),
+    Case("images 8:2 of 128 bfloat16, window, softcap", window=30, softcap=3.0, **_MUTUAL, **_WIDE),
+]
+
 
 def _long(name: str, rows: tuple[tuple[int, int], ...], num_heads: int, spec: KVSpec, **options: Any) -> Case:
     """A case no larger than its rows: padding rows cost the interpreters a block each, and pages are compared."""

@@ -85,7 +85,7 @@ def _list_seen(case: Case, inputs: Inputs, length: int, tokens: slice) -> np.nda
     positions = length - new + np.arange(new)[:, None]
     if not case.causal:
         return np.abs(keys - positions) <= case.window
-    seen = keys <= positions
+    seen = keys <= (positions if inputs.last_keys is None else inputs.last_keys[tokens, None])
     if case.window is not None:
         seen &= keys > positions - case.window
     return seen

@@ -23,6 +23,7 @@ def _run(
     kv_pages: jax.Array,
     meta: tuple[jax.Array, ...],
     layer: AttnLayer,
+    last_keys: jax.Array | None,
     *,
     shape: AttnShape,
     max_query_len: int | None,
@@ -30,7 +31,7 @@ def _run(
     config: Any,
     is_stored: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    options = {"max_query_len": max_query_len, "impl": impl, "config": config}
+    options = {"max_query_len": max_query_len, "impl": impl, "config": config, "last_keys": last_keys}
     batch = prepare_batch(*meta, num_tokens=q.shape[0], shape=shape, **options)
     if is_stored:
         return attend_stored(q, kv_pages, batch, layer)
@@ -54,6 +55,7 @@ def run_case(
         inputs.kv_pages,
         inputs.meta,
         AttnLayer(case.params, inputs.heads, LAYER * inputs.num_pages),
+        inputs.last_keys,
         shape=case.shape,
         max_query_len=case.max_query_len,
         impl=impl,

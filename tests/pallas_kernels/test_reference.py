@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.layout import gather_logical
 from pallas_kernels.testing.case import LAYER, Case, Inputs, largest_error, make_inputs
-from pallas_kernels.testing.cases import CASES
+from pallas_kernels.testing.cases import CASES, MUTUAL_CASES
 from pallas_kernels.testing.reference import attend_by_formula
 
 
@@ -16,10 +16,12 @@ def attend_naively(case: Case, inputs: Inputs, keys: list[np.ndarray], values: l
     group_size = case.num_heads // case.spec.num_kv_heads
     out = np.zeros((inputs.num_tokens, case.num_heads, case.spec.out_dim))
     token = 0
-    for (computed, new), k, v in zip(case.rows, keys, values, strict=True):
+    for row, ((computed, new), k, v) in enumerate(zip(case.rows, keys, values, strict=True)):
         for index in range(new):
             position = computed + index
             first, last = (0, position) if case.causal else (0, len(k) - 1)
+            for mutual_row, begin, end in case.mutual:
+                last = end - 1 if mutual_row == row and begin <= position < end else last
             if case.window is not None and case.causal:
                 first = max(0, position - case.window + 1)
             elif case.window is not None:
@@ -42,7 +44,7 @@ def _list_scales(case: Case, inputs: Inputs) -> tuple[np.ndarray | None, np.ndar
     return keys, keys if case.spec.is_latent else values
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *MUTUAL_CASES], ids=lambda case: case.name)
 def test_reference_is_attention(case: Case) -> None:
     inputs = make_inputs(case)
     out, kv_pages = attend_by_formula(case, inputs)

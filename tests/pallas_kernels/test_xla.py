@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pallas_kernels import xla
 from pallas_kernels.spec import KVSpec
 from pallas_kernels.testing.case import LAYER, Case, largest_error, make_inputs
-from pallas_kernels.testing.cases import CASES
+from pallas_kernels.testing.cases import CASES, MUTUAL_CASES
 from pallas_kernels.testing.reference import attend_by_formula
 from pallas_kernels.testing.runner import run_case
 from tests.examples import scale_examples
@@ -48,6 +48,16 @@ assert {case.name for case in CASES} > QUICK, "a case was renamed"
 )
 def test_cases(case: Case) -> None:
     check_case(case, "cpu")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("case", MUTUAL_CASES, ids=lambda case: case.name)
+def test_tokens_that_see_each_other(case: Case, platform: str) -> None:
+    check_case(case, platform)
+
+
+def test_tokens_that_see_each_other_in_pages_of_kernels() -> None:
+    check_case(MUTUAL_CASES[1].with_layout("paired"), "cpu")
 
 
 # Head shapes and dtypes are alike on all platforms; groups, steps and how pages are gathered are not.
