@@ -281,7 +281,7 @@ def main() -> None:
             fill(model.get_submodule(part))
         with torch.no_grad():
             for key, parameter in model.model.language_model.named_parameters():
-                parameter *= math.prod(scale for part, scale in case.scales if part in key)
+                parameter.mul_(math.prod(scale for part, scale in case.scales if part in key))
             model.lm_head.weight[_START:] = 0  # no answer has a token of images
         save_file(publish(model), folder / "model.safetensors", {"format": "pt"})
         np.savez_compressed(folder / "golden.npz", **record(case, model), **record_prompts(case, model))

@@ -336,6 +336,8 @@ def _log_choices(shapes: Shapes) -> None:
 
     level = logging.WARNING if shapes.fell_back else logging.INFO
     _log.log(level, "attention: %s, %s", shapes.impl, shapes.impl_reason)
+    if shapes.prompt_impl is not None:
+        _log.info("attention of prompts: %s, %s", *shapes.prompt_impl)
     for name, choice in {"experts": shapes.experts, "recurrent states": shapes.recurrence}.items():
         if choice is not None:
             _log.log(

@@ -65,8 +65,7 @@ def locate_tower(config: EngineConfig, files: ModelFiles, model: DecoderConfig) 
     from jaxserve.core.runtime.tower import fit_tower
     from jaxserve.families.towers import TOWERS, parse_tower
 
-    served = {family: tower for family, tower in TOWERS.items() if family != "gemma3"}  # its masks are missing
-    images = choose_images(config, files, model, served)
+    images = choose_images(config, files, model, TOWERS)
     if images is None:
         return None
     tower = fit_tower(parse_tower(files.hf_config, model, images.processor), config.parallel.tensor_parallel_size)

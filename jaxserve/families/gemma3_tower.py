@@ -138,6 +138,7 @@ def read_tokens(raw: Mapping[str, Any]) -> ImageTokens:
         placeholder_id=placeholder,
         before=f"\n\n{_MARK}",
         after=f"{_END}\n\n",
+        apart=True,
     )
 
 

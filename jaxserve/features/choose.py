@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.models.base import DecoderConfig
@@ -48,6 +49,8 @@ def make_shapes(
     if tower is not None:
         has_positions = any(kind.rope is not None and kind.rope.sections is not None for kind in model.layers)
         sizes = replace(sizes, state=replace(sizes.state, has_image_positions=has_positions))
+        if tower.mutual:
+            sizes = replace(sizes, model=sizes.model.change_attention(partial(replace, mutual_images=True)))
     return Shapes.join(sizes, tuple(_list_features(sizes, drafter, tower)))
 
 

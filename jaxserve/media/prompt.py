@@ -26,6 +26,7 @@ class ImageTokens:
     after: str = ""
     row_end_id: int | None = None  # behind each row but the last; None: rows have no end
     end_id: int | None = None  # behind the last row
+    apart: bool = False  # between the placeholders of two images there must be another token
     merge_size: int = 1  # patches of a row, and rows, that are one placeholder; read only where rows have an end
 
     def write(self, text: str, num_images: int) -> str:
@@ -50,7 +51,7 @@ class ImageTokens:
             items: the images in the order of the prompt.
 
         Raises:
-            InvalidRequestError: there are not as many placeholders as images.
+            InvalidRequestError: there are not as many placeholders as images, or no token is between two of them.
         """
         places = [at for at, token_id in enumerate(ids) if token_id == self.placeholder_id]
         if len(places) != len(items):
@@ -60,6 +61,9 @@ class ImageTokens:
         spans = []
         done = 0
         for at, item in zip(places, items, strict=True):
+            if self.apart and expanded and at == done:
+                message = "has two images without a token between them; this model tells them apart by it"
+                raise InvalidRequestError(message, field="prompt", value=at)
             expanded += ids[done:at]
             written = self._list_ids(item)
             length = len(written) - (self.end_id is not None)  # up to the last placeholder

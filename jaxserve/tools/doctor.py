@@ -217,7 +217,9 @@ def _look_at_attention(config: EngineConfig, seen: dict[str, Any]) -> Seen:
     shapes = make_shapes(config, seen["Model"], device.platform, device.device_kind, *parts)
     shapes = confirm_kernels(shapes, device)
     lines, is_slow = [f"{shapes.impl}: {shapes.impl_reason}"], shapes.fell_back
-    if shapes.impl == "cpu" and any(uses_tiles(spec, shapes.model.dtype) for spec in shapes.specs):
+    if shapes.prompt_impl is not None:
+        lines.append("prompts, {}: {}".format(*shapes.prompt_impl))
+    elif shapes.impl == "cpu" and any(uses_tiles(spec, shapes.model.dtype) for spec in shapes.specs):
         lines[0] += ", prompts in tiles (AMX)"
     if shapes.model.packed:
         unit = "tiles (AMX)" if shapes.model.dtype == "bfloat16" else "vectors"

@@ -26,7 +26,7 @@ from tests.e2e.image_prompts import (
 )
 from tests.e2e.test_fast_equals_slow import make_mixed_params
 
-MODELS = ("qwen3_vl", "qwen3_vl_moe")
+MODELS = ("qwen3_vl", "qwen3_vl_moe", "gemma3")
 THOROUGH = pytest.mark.thorough
 CLOSE = 1e-4
 PROMPTS = make_mixed_prompts(8)
@@ -47,7 +47,7 @@ def alone(engines: Engines) -> list[list[int]]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_and_tokens_are_those_of_transformers(model: str, engines: Engines) -> None:
-    """In chunks, which cut images, beside each other."""
+    """In chunks, which cut images where they may, beside each other."""
     golden, llm, num_cut = load_prompts(model), engines.get(make_seeing, model), 0
     with LogitsRecorder(llm) as recorder:
         outputs = run(llm, [each.prompt for each in golden.values()], greedy(64))
@@ -58,10 +58,10 @@ def test_logits_and_tokens_are_those_of_transformers(model: str, engines: Engine
         assert len(ids) - 1 in found
         assert max(np.abs(row - seen.logits[place]).max() for place, row in found.items()) <= CLOSE, label
         num_cut += sum(ids[place : place + 2] == (IMAGE, IMAGE) for place in found)
-    assert num_cut >= 2, "chunks that end inside an image"
+    assert (num_cut >= 2) == (model != "gemma3"), "chunks that end inside an image"
 
 
-@pytest.mark.parametrize("model", [MODELS[0], pytest.param(MODELS[1], marks=THOROUGH)])
+@pytest.mark.parametrize("model", [MODELS[0], pytest.param(MODELS[1], marks=THOROUGH), MODELS[2]])
 def test_every_token_of_a_prompt_has_the_logits_of_transformers(model: str, engines: Engines) -> None:
     """As log-probabilities of the prompt, in which a placeholder is a token as any other."""
     golden, llm = load_prompts(model), engines.get(make_seeing, model)
@@ -134,7 +134,7 @@ print(json.dumps([answer(llm, PROMPTS, PARAMS), answer(llm, [each.prompt for eac
 """
 
 
-@pytest.mark.parametrize("model", [MODELS[0], pytest.param(MODELS[1], marks=THOROUGH)])
+@pytest.mark.parametrize("model", [MODELS[0], *[pytest.param(model, marks=THOROUGH) for model in MODELS[1:]]])
 def test_two_devices_equal_one(model: str, engines: Engines) -> None:
     wanted = answer(engines.get(make_seeing, model), PROMPTS, PARAMS)
     found = run_on_devices(2, _TP_SCRIPT, model)

@@ -175,16 +175,22 @@ def check_head() -> None:
     assert runners[1].params["lm_head"]["weight"].addressable_shards[0].data.shape[0] * 4 == DRAFT_V
 
 
+SPLIT_BY_ROWS = {  # a matrix of each tower
+    "qwen3_vl": lambda params: params["merger"]["down"],
+    "gemma3": lambda params: params["layers"][1]["down"],
+}
+
+
 def check_tower() -> None:
     """The tower of images on one device and on two, which share its heads."""
-    name = "qwen3_vl"
-    items, _ = read_images(name)
-    single, meshed = (TowerRunner(read_tower(name), FOLDER / name, mesh=mesh) for mesh in (None, make_mesh(2)))
-    for one, two in zip(single.run(items), meshed.run(items), strict=True):
-        np.testing.assert_allclose(two, one, rtol=0, atol=1e-4 * np.abs(one).max())
-    for leaf, axis in ((meshed.params["layers"][0]["qkv"], -1), (meshed.params["merger"]["down"], -2)):
-        shard = leaf["weight"].addressable_shards[0].data
-        assert shard.shape[axis] * 2 == leaf["weight"].shape[axis]
+    for name, find in SPLIT_BY_ROWS.items():
+        items, _ = read_images(name)
+        single, meshed = (TowerRunner(read_tower(name), FOLDER / name, mesh=mesh) for mesh in (None, make_mesh(2)))
+        for one, two in zip(single.run(items), meshed.run(items), strict=True):
+            np.testing.assert_allclose(two, one, rtol=0, atol=1e-4 * np.abs(one).max())
+        for leaf, axis in ((meshed.params["layers"][0]["qkv"], -1), (find(meshed.params), -2)):
+            shard = leaf["weight"].addressable_shards[0].data
+            assert shard.shape[axis] * 2 == leaf["weight"].shape[axis]
 
 
 def main() -> None:

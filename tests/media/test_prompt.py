@@ -24,6 +24,7 @@ GEMMA = ImageTokens(
     placeholder_id=9,
     before="\n\n<start_of_image>",
     after="<end_of_image>\n\n",
+    apart=True,
 )
 PIXTRAL = ImageTokens(mark="[IMG]", placeholder="[IMG]", placeholder_id=9, row_end_id=7, end_id=8, merge_size=2)
 
@@ -54,6 +55,15 @@ def test_placeholders_become_as_many_as_the_image_has() -> None:
     assert spans[0].end == 3
     assert QWEN.expand([9, 9], items)[0] == [9, 9, 9], "images without a token between them"
     assert QWEN.expand([1, 2], []) == ([1, 2], ())
+
+
+def test_images_that_see_themselves_need_a_token_between_them() -> None:
+    items = [make_item(4, 4)] * 2
+    for ids in ([9, 9], [1, 9, 9, 2]):
+        assert len(QWEN.expand(ids, items)[0]) == 6 + len(ids)
+        with pytest.raises(InvalidRequestError, match="without a token between them"):
+            GEMMA.expand(ids, items)
+    assert len(GEMMA.expand([9, 1, 9], items)[0]) == 9
 
 
 def test_rows_have_ends_where_the_family_has_them() -> None:

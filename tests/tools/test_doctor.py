@@ -160,16 +160,24 @@ def test_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxserve.core.runtime.self_test.confirm_kernels", lambda shapes, device: shapes)
-    config = EngineConfig.from_options(model=str(FOLDER / "qwen3_vl"))
-    files = locate_model(config.model)
-    find = FindParts(
-        lambda kind: resolve_model(config, files, kind), find_none, lambda model: locate_tower(config, files, model)
-    )
-    findings = examine(tmp_path, find, attention_impl="xla")
+    findings = examine(tmp_path, find_in("qwen3_vl"), attention_impl="xla")
     assert findings["Images"].text.startswith("images: at most 64 tokens and 256 patches each")
     assert findings["Images"].text.endswith("layers of the tower: 3")
     assert "images, xla: that of the text model" in findings["Attention"].text
     assert examine(tmp_path)["Images"].text == "none are read"
+    for name, has_line in (("qwen3_vl", False), ("gemma3", True)):
+        first, *others = examine(tmp_path, find_in(name))["Attention"].text.split("\n")
+        is_there = any(line.startswith("prompts, xla: portable attention: tokens of one image") for line in others)
+        assert is_there == (has_line and not first.startswith("xla: "))
+
+
+def find_in(name: str) -> FindParts:
+    """The parts of a golden that reads images."""
+    config = EngineConfig.from_options(model=str(FOLDER / name))
+    files = locate_model(config.model)
+    return FindParts(
+        lambda kind: resolve_model(config, files, kind), find_none, lambda model: locate_tower(config, files, model)
+    )
 
 
 def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:

@@ -70,8 +70,9 @@ class AttentionConfig:
     `qk_norm` applies before rotation. `scale` multiplies scores, `softcap` bounds them. `sinks`: every head has a
     learned score without a value, which takes part in the softmax. With `latent` there is one KV head. `v_norm`: values
     are normalised, without a weight. `projections`: `num_kv_heads` counts the heads that are read, whoever writes them.
-    Without `causal` a token sees its whole text. `gated`: query heads have gates, projected beside them, whose
-    sigmoids weigh the heads' answers.
+    Without `causal` a token sees its whole text. With `mutual_images` tokens of one image see each other, as far back
+    as a window reaches. `gated`: query heads have gates, projected beside them, whose sigmoids weigh the heads'
+    answers.
     """
 
     num_heads: int
@@ -90,6 +91,7 @@ class AttentionConfig:
     v_norm: bool = False
     projections: Projections = "qkv"
     causal: bool = True
+    mutual_images: bool = False
     gated: bool = False
 
     @property
@@ -106,7 +108,8 @@ class AttentionConfig:
     @property
     def memory(self) -> PagedKV:
         """The keys and values that it keeps."""
-        return PagedKV(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim, self.causal)
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return PagedKV(*heads, self.value_dim, self.causal, self.mutual_images)
 
     @property
     def num_activations(self) -> int:

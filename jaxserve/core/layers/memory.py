@@ -13,7 +13,8 @@ class PagedKV:
     """Keys and values of every token, in pages.
 
     Layers with equal numbers and windows share a page table. `value_dim` is that of latents. Without `causal` a query
-    sees its whole text, so what a page holds depends on the tokens behind it, too.
+    sees its whole text, so what a page holds depends on the tokens behind it, too. With `mutual_images` a token of an
+    image also sees those of its image that are behind it.
     """
 
     num_heads: int  # N
@@ -21,6 +22,7 @@ class PagedKV:
     head_dim: int  # H
     value_dim: int | None = None
     causal: bool = True
+    mutual_images: bool = False
 
 
 @dataclass(frozen=True)

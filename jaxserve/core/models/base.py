@@ -224,6 +224,11 @@ class DecoderConfig:
         return all(kind.mixer.causal for kind in self.layers)
 
     @property
+    def mutual_images(self) -> bool:
+        """Whether tokens of one image see each other in any layer."""
+        return any(attention.mutual_images for attention in self.attentions)
+
+    @property
     def reads_whole(self) -> bool:
         """Whether texts are computed whole, in one step: tokens see later ones, or all are pooled."""
         return not self.causal or self.pooler.needs_every_token

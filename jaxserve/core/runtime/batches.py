@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
+from jaxserve.request import FIRST_IMAGE_ROW
 from pallas_kernels.batch import prepare_batch
 from pallas_kernels.spec import AttnShape, BatchMeta
+
+MUTUAL_IMPL = "xla"  # of attention in which tokens of an image see each other
 
 
 def prepare_batches(
@@ -21,8 +25,12 @@ def prepare_batches(
     max_query_len: int | None,
     shapes: Sequence[AttnShape],
     impl: str,
+    last_keys: Sequence[Int[Array, " T"] | None] | None = None,
 ) -> tuple[BatchMeta, ...]:
-    """Returns the batch of each KV group; `shapes` are theirs. See `prepare_batch`."""
+    """Returns the batch of each KV group; `shapes` and `last_keys` are theirs. See `prepare_batch`.
+
+    A group with last keys has the implementation that takes them.
+    """
     return tuple(
         prepare_batch(
             table,
@@ -32,10 +40,31 @@ def prepare_batches(
             num_tokens=num_tokens,
             shape=shape,
             max_query_len=max_query_len,
-            impl=impl,
+            impl=impl if keys is None else MUTUAL_IMPL,
+            last_keys=keys,
         )
-        for table, shape in zip(tables, shapes, strict=True)
+        for table, shape, keys in zip(tables, shapes, last_keys or (None,) * len(shapes), strict=True)
     )
+
+
+def find_last_keys(
+    token_ids: Int[Array, " T"],
+    seq_lens: Int[Array, " S"],
+    query_start_loc: Int[Array, " E"],  # [S + 1]
+) -> Int[Array, " T"]:
+    """Returns the last key that each token sees where tokens of an image see each other, as `prepare_batch` has it.
+
+    It is a token's own, but for images: theirs end where placeholders end, of which no chunk cuts a run. Those of
+    padding mean nothing.
+    """
+    tokens = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    rows = jnp.sum(query_start_loc[None, 1:] <= tokens[:, None], axis=1, dtype=jnp.int32)
+    is_image = token_ids <= FIRST_IMAGE_ROW
+    goes_on = is_image[:-1] & is_image[1:] & (rows[:-1] == rows[1:])
+    last = jnp.where(jnp.append(goes_on, False), token_ids.shape[0], tokens)
+    last = lax.cummin(last, reverse=True)
+    rows = jnp.minimum(rows, seq_lens.shape[0] - 1)
+    return seq_lens[rows] - query_start_loc[rows + 1] + last
 
 
 def bound_pages(

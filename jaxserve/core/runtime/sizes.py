@@ -14,6 +14,7 @@ from jaxserve.core.layers.memory import StateArray
 from jaxserve.core.layers.stack import StackMode
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.pages.manager import CHUNK_EDGE
+from jaxserve.core.runtime.batches import MUTUAL_IMPL
 from jaxserve.core.runtime.buckets import BucketTable, choose_verify_sizes, make_buckets
 from jaxserve.core.runtime.experts import ExpertChoice, choose_experts
 from jaxserve.core.runtime.inputs import StateShape
@@ -66,6 +67,13 @@ class Sizes:
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.specs[0].page_size
+
+    @property
+    def prompt_impl(self) -> tuple[str, str] | None:
+        """Returns the implementation of steps that compute prompts and the reason, if it is another than `impl`."""
+        if not self.model.mutual_images or self.impl == MUTUAL_IMPL:
+            return None
+        return MUTUAL_IMPL, "portable attention: tokens of one image see each other, which kernels have no mask for"
 
     def with_impl(self, impl: str, reason: str) -> Self:
         """Returns the sizes with another attention implementation, and pages in the layout that it wants."""

@@ -21,7 +21,7 @@ from jaxserve.core.layers.pooling import finish_rows, pool_rows
 from jaxserve.core.layers.recurrent import choose_slots
 from jaxserve.core.models.decoder import compute_logits, normalize_last
 from jaxserve.core.models.decoder import forward as run_layers
-from jaxserve.core.runtime.batches import bound_pages, prepare_batches
+from jaxserve.core.runtime.batches import bound_pages, find_last_keys, prepare_batches
 from jaxserve.core.runtime.buckets import Bucket
 from jaxserve.core.runtime.device_state import KVCache, RowState
 from jaxserve.core.runtime.feature import ForwardedStep, StepFeature
@@ -92,6 +92,7 @@ def run_forward(
         max_query_len=bucket.max_query_len,
         shapes=model.shapes,
         impl=model.impl,
+        last_keys=_list_last_keys(model, inputs, seq_lens) if bucket.is_mixed and model.config.mutual_images else None,
     )
     tokens = _token_ids(rows, inputs, bucket)
     slots = None
@@ -239,6 +240,12 @@ def _find_rotary_positions(
     deltas = inputs.sampling[:, SAMPLING_FIELDS.index("rope_delta")]
     positions = batch.positions + deltas[batch.token_rows]
     return positions + inputs.rotary_shifts.reshape(3, -1) if layout.bucket.is_mixed else positions
+
+
+def _list_last_keys(model: StepModel, inputs: StepInputs, seq_lens: Int[Array, " S"]) -> list[Int[Array, " T"] | None]:
+    """Returns the last key that each token sees in each KV group; None where masks are causal."""
+    keys = find_last_keys(inputs.token_ids, seq_lens, inputs.query_start_loc)
+    return [keys if group.memory.mutual_images else None for group in model.config.kv_groups]
 
 
 def _token_ids(rows: RowState, inputs: StepInputs, bucket: Bucket) -> Int[Array, " T"]:

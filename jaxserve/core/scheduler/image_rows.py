@@ -28,18 +28,24 @@ class ImageRows:
         self._writes: list[ImageWrite] = []  # since the last plan
         self._used: set[bytes] = set()  # by the step that is planned
 
-    def find_end(self, sequence: Sequence, start: int, end: int) -> int:
-        """Returns where tokens from `start` on must end, at most `end`.
+    def find_end(self, sequence: Sequence, start: int, end: int, most: int) -> int:
+        """Returns where tokens from `start` on must end, if they shall end at `end`.
 
         This is in front of the first image that has no rows and cannot get any in this step. The others have them from
-        now on.
+        now on. Where no chunk may cut an image, it is behind the image in which `end` is, if that is at most `most`, or
+        else in front of it.
         """
         images = sequence.request.images
-        if images is None:
+        if images is None or start == end:
             return end
         for item, span in zip(images.items, images.spans, strict=True):
-            if span.start < end and span.end > start and not self._hold(item):
+            if span.start >= end or span.end <= start:
+                continue
+            is_cut = end < span.end and self._limits.whole_image_tokens > 0
+            if (is_cut and span.end > most) or not self._hold(item):
                 return max(start, span.start)
+            if is_cut:
+                return span.end
         return end
 
     def locate(self, sequence: Sequence, start: int, end: int) -> ChunkImages | None:

@@ -33,6 +33,7 @@ class SchedulerLimits:
     max_image_rows: int = 0  # vectors of images that the device holds
     max_num_batched_patches: int = 0  # of the images whose vectors a step computes
     max_step_images: int = 0  # and how many they may be
+    whole_image_tokens: int = 0  # of the largest image, where no chunk may cut one; 0: chunks may
     keeps_states: bool = False  # rows have a recurrent state: no token is computed twice
     # Tokens; a chunk that leaves some ends on a multiple of the first, or, if the budget reaches none, of a second.
     chunk_edges: tuple[int, ...] = (CHUNK_EDGE,)

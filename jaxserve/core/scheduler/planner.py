@@ -181,14 +181,15 @@ class Planner:
             self._add_chunk(builder, sequence, start, end)
 
     def _fit_images(self, builder: PlanBuilder, sequence: Sequence, start: int, length: int) -> int:
-        """Returns how many of `length` tokens can be computed with the images that the device holds by then.
+        """Returns how many of about `length` tokens can be computed with the images that the device holds by then.
 
-        If no edge lies in front of an image that must wait, a first chunk ends beside it: it may wait for just that.
+        If no edge lies in front of an image that must wait, or edges may cut others, a first chunk ends beside it.
         """
-        room = self._images.find_end(sequence, start, start + length) - start
-        if room == length:
-            return length
-        fits = choose_chunk(self.limits, start, length, room, builder.kind.lengths)
+        room = self._images.find_end(sequence, start, start + length, start + builder.budget) - start
+        if room >= length:
+            return room
+        lengths = builder.kind.lengths if not self.limits.whole_image_tokens else range(0)
+        fits = choose_chunk(self.limits, start, length, room, lengths)
         return fits or (0 if sequence.row in builder.chunks else room)
 
     def _count_chunk(self, sequence: Sequence, end: int) -> int:

@@ -161,9 +161,12 @@ def choose_budget(limits: SchedulerLimits, batch: Batch, waiting: WaitingQueue, 
     """Returns the token budget of the next step: `max_num_batched_tokens` where padding is cheap or texts are whole.
 
     Otherwise it is the padded size just above or just below the wanted tokens, whichever is nearer: the smaller defers
-    tokens, the larger pads them. While steps have a limit of time, larger ones than it allows do not count.
+    tokens, the larger pads them. While steps have a limit of time, larger ones than it allows do not count. Nor do
+    those without room for an image that must be whole beside all decoding rows: its prompt could wait forever.
     """
     most, sizes = limits.max_num_batched_tokens, limits.token_sizes
+    if limits.whole_image_tokens:
+        sizes = tuple(size for size in sizes if size >= limits.max_num_seqs + limits.whole_image_tokens)
     step_limit = find_step_limit(limits, batch)
     if step_limit is not None and sizes:
         sizes = sizes[: _count_fitting(sizes, times, step_limit, bool(batch.num_by_adapter))]

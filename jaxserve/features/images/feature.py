@@ -32,6 +32,7 @@ from jaxserve.core.runtime.sizes import Sizes
 from jaxserve.core.runtime.step_counts import StepCounts
 from jaxserve.core.runtime.tower import choose_tower_impl, run_tower
 from jaxserve.core.scheduler.step_plan import ImageWrite, StepPlan
+from jaxserve.errors import ConfigError
 from jaxserve.families.towers import find_tower, tower_param_specs
 
 _TOWER = "tower"
@@ -56,6 +57,7 @@ class Images(StepFeature):
             "max_image_rows": self.num_rows,
             "max_num_batched_patches": self.tower.max_patches,
             "max_step_images": _MAX_IMAGES,
+            "whole_image_tokens": self.tower.processor.shape.most_tokens if self.tower.mutual else 0,
         }
 
     @property
@@ -70,9 +72,9 @@ class Images(StepFeature):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The patches of each program, ascending."""
-        largest = -(-self.tower.max_patches // _GRAIN) * _GRAIN
-        halves = {-(-(largest >> half) // _GRAIN) * _GRAIN for half in range(_MAX_SIZES)}
+        """The patches of each program, ascending; none is for less than the smallest image."""
+        largest, least = self.tower.max_patches, self.tower.processor.shape.least_patches
+        halves = {-(-max(largest >> half, least) // _GRAIN) * _GRAIN for half in range(_MAX_SIZES)}
         return tuple(sorted(halves))
 
     def find_size(self, num_patches: int) -> int:
@@ -210,6 +212,19 @@ class ImageRunner(FeatureHost):
 
 
 def make_images(sizes: Sizes, tower: TowerConfig) -> Images:
-    """Returns the feature of an engine that reads images with a fitted tower."""
+    """Returns the feature of an engine that reads images with a fitted tower.
+
+    Raises:
+        ConfigError: a step has no room for an image that it must compute whole.
+    """
+    scheduler, num_tokens = sizes.config.scheduler, tower.processor.shape.most_tokens
+    assert scheduler.max_num_seqs is not None and scheduler.max_num_batched_tokens is not None
+    need, given = scheduler.max_num_seqs + num_tokens, scheduler.max_num_batched_tokens
+    if tower.mutual and given < need:
+        message = (
+            f"must be at least {need}, got {given}: one step computes the {num_tokens} tokens of an image, beside one "
+            f"for each of max_num_seqs={scheduler.max_num_seqs} rows"
+        )
+        raise ConfigError(message, field="max_num_batched_tokens", value=given)
     impl, _ = choose_tower_impl(tower, sizes.impl, sizes.num_devices, sizes.platform)
     return Images(tower, impl)

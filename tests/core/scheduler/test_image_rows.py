@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxserve.core.pages import PageGroup, PageManager
@@ -16,6 +17,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.media.items import MediaItem, MediaSpan, PromptImages
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduler_options import SchedulerOptions
 
 PLACEHOLDER, TEXT = 99, 7
 EDGE, LARGEST = 32, 40  # tokens: of a chunk's end, and of the largest image
@@ -48,7 +50,9 @@ def make_request(
     return Request(name, tuple(ids), SamplingParams(max_tokens=max_tokens), images=images)
 
 
-def make_scheduler(*, num_rows: int = 2 * LARGEST, num_pages: int = 60, caches: bool = True) -> Scheduler:
+def make_scheduler(
+    *, num_rows: int = 2 * LARGEST, num_pages: int = 60, caches: bool = True, **options: Any
+) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=3,
         max_num_batched_tokens=64,
@@ -57,6 +61,7 @@ def make_scheduler(*, num_rows: int = 2 * LARGEST, num_pages: int = 60, caches: 
         max_image_rows=num_rows,
         max_num_batched_patches=LARGEST * PATCHES,
         max_step_images=2,
+        **options,
     )
     pages = PageManager([PageGroup(num_pages)], page_size=8, max_chunk=64, enable_prefix_caching=caches)
     return Scheduler(limits, pages)
@@ -68,6 +73,7 @@ class Device:
     def __init__(self) -> None:
         self.rows: dict[int, Vector] = {}
         self.num_written = 0
+        self.ends: dict[str, list[int]] = {}  # of chunks, by request
 
     def run(self, scheduler: Scheduler, plan: StepPlan) -> None:
         assert sum(write.item.num_patches for write in plan.image_writes) <= LARGEST * PATCHES
@@ -77,6 +83,7 @@ class Device:
             self.num_written += 1
         for chunk in plan.chunks:
             request = scheduler.batch.by_ticket[chunk.ticket].request
+            self.ends.setdefault(request.request_id, []).append(chunk.end)
             wanted = self._list_vectors(request)[chunk.start : chunk.end]
             found: list[Vector | None] = [None] * len(wanted)
             if chunk.images is not None:
@@ -227,3 +234,40 @@ def test_decoding_rows_are_in_each_step_beside_100_images() -> None:
         device.run(scheduler, plan)
         scheduler.commit(plan, StepOutputs([TEXT] * plan.num_rows))
     assert device.num_written == 100
+
+
+@given(
+    prompts=st.lists(st.tuples(PARTS, st.integers(0, 9)), min_size=1, max_size=6),
+    num_pages=st.integers(40, 80),
+    sizes=st.sampled_from([(), (16, 32, 64)]),
+    threshold=st.sampled_from([0, 32]),
+)
+@example(prompts=[([(1, LARGEST)], 25)], num_pages=40, sizes=(), threshold=0)  # the last edge in reach is in the image
+def test_no_chunk_cuts_an_image_that_must_be_whole(
+    prompts: list[tuple[list[tuple[int, int]], int]], num_pages: int, sizes: tuple[int, ...], threshold: int
+) -> None:
+    """A step has room for the largest one beside all rows, and shares of it have not; every prompt is answered."""
+    scheduler = make_scheduler(
+        num_pages=num_pages,
+        whole_image_tokens=LARGEST,
+        token_sizes=sizes,
+        options=SchedulerOptions(long_prefill_token_threshold=threshold),
+    )
+    requests = [
+        make_request(str(index), [(0, first), *[each for part in parts for each in (part, (0, 1))]])
+        for index, (parts, first) in enumerate(prompts)
+    ]
+    device = serve(scheduler, requests)
+    for request in requests:
+        images = request.images
+        for span in () if images is None else images.spans:
+            assert not any(span.start < end < span.end for end in device.ends[request.request_id])
+    assert device.ends.keys() == {request.request_id for request in requests}
+
+
+def test_a_chunk_ends_in_front_of_an_image_or_behind_it() -> None:
+    parts = [(0, 40), (1, 30), (0, 30), (2, 25), (0, 35)]  # images from 40 to 70, and from 100 to 125
+    for whole, ends in ((0, [64, 128, 160]), (LARGEST, [40, 96, 160])):
+        options = SchedulerOptions(long_prefill_token_threshold=0)
+        scheduler = make_scheduler(whole_image_tokens=whole, options=options)
+        assert serve(scheduler, [make_request("a", parts, max_tokens=1)]).ends["a"] == ends
