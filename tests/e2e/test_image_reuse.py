@@ -13,7 +13,7 @@ from PIL import Image
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import LogitsRecorder, greedy
+from tests.e2e.helpers import LogitsRecorder, greedy, read_weights
 from tests.e2e.image_prompts import IMAGE, PAGE, Prompt, answer, make_seeing, picture, run, show
 from tests.e2e.test_images import PARAMS, PROMPTS
 
@@ -203,3 +203,13 @@ def test_a_failed_step_leaves_no_vectors_behind(llm: LLM) -> None:
     assert 0 < len(found) < len(wanted), "those in the step fail, the others go on"
     assert all(ids in wanted for ids in found)
     assert answer(llm, PROMPTS, PARAMS) == wanted
+
+
+def test_new_weights_are_those_of_the_text(llm: LLM) -> None:
+    """A tower stays as it was loaded."""
+    prompt, original = show(10, picture(48, 48, 6), 10), read_weights(llm)
+    first = answer(llm, [prompt], greedy(12))
+    llm.update_weights(jax.tree.map(lambda leaf: leaf * np.float32(1.5) if leaf.ndim > 1 else leaf, original))
+    assert answer(llm, [prompt], greedy(12)) != first
+    llm.update_weights(original)
+    assert answer(llm, [prompt], greedy(12)) == first
