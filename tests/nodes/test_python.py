@@ -1,4 +1,4 @@
-"""Rank 0 as a Python program: new weights on all nodes, drafts, recurrent states, and a recording for one process."""
+"""Rank 0 as a Python program: new weights, drafts, recurrent states, images, and a recording for one process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.e2e.image_prompts import END, IMAGE, START, TOWERS
 from tests.golden_cases import load_case
 from tests.nodes.nodes import ROOT, TOKEN, end, find_ports, launch
 from tests.programs import PROGRAMS
@@ -98,3 +99,17 @@ def test_recurrent_states_and_their_snapshots_are_those_of_one_process(drafts: b
     found = run_nodes([], devices=1, **options)
     assert found == run_planner(2, [], **options)
     assert found["hits"] >= 64 and found["preemptions"] and (found["accepted"] > 0) == drafts
+
+
+def test_images_are_computed_on_all_nodes() -> None:
+    """Each node runs the tower on its share of the heads; few pages preempt rows, whose images come again."""
+    ids = [[*range(3, 20), START, IMAGE, END, *range(30, 36), START, IMAGE, END, 7, 8 + index] for index in range(3)]
+    pictures = [[[48, 48, index], [30, 50, 1]] for index in range(3)]
+    prompts = [{"prompt_token_ids": own, "pictures": shown} for own, shown in zip(ids, pictures, strict=True)]
+    options = {"model": str(TOWERS / "qwen3_vl"), "skip_tokenizer_init": True, "prompts": prompts}
+    options |= {"tensor_parallel_size": 2, "max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 192}
+    options |= {"num_kv_pages_override": 11, "page_size": 32}
+    options |= {"precompile_bs_paddings": [3], "precompile_token_paddings": [40]}  # few programs
+    found = run_nodes([], devices=1, **options)
+    assert found == run_planner(2, [], **options)
+    assert found["images"] >= 4 and found["preemptions"] and found["compiles"] == 0
