@@ -102,6 +102,11 @@ ENGINE_COUNTERS: Table[EngineStats] = (
     ),
     ("spec_decode_num_draft_tokens_total", "Drafts that steps verified.", lambda s: s.drafts.num_tokens),
     ("spec_decode_num_accepted_tokens_total", "Drafts that were right.", lambda s: s.drafts.num_accepted),
+    ("image_queries_total", "Images of prompts that were first admitted.", lambda s: s.images.num_admitted),
+    ("image_page_hits_total", "Those of them that lay in cached pages.", lambda s: s.images.page_hits),
+    ("image_row_hits_total", "Others of them, whose vectors the device had.", lambda s: s.images.row_hits),
+    ("tower_images_total", "Images that the tower computed.", lambda s: s.images.num_computed),
+    ("tower_patches_total", "Patches of the images that the tower computed.", lambda s: s.images.num_computed_patches),
     ("useful_tokens_total", "Tokens that steps computed for requests.", lambda s: s.useful_tokens),
     ("padded_tokens_total", "Tokens of padding that steps computed beside them.", lambda s: s.padded_tokens),
     (

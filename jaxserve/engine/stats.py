@@ -46,6 +46,17 @@ class DraftStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageStats:
+    """Images of prompts; all 0 if the model is served for text."""
+
+    num_admitted: int = 0  # counted when a request is first admitted
+    page_hits: int = 0  # those among them that lay in pages of the prefix cache
+    row_hits: int = 0  # others, whose vectors the device had
+    num_computed: int = 0  # by the tower
+    num_computed_patches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepTokens:
     """A histogram of steps by tokens computed, without padding."""
 
@@ -92,6 +103,7 @@ class EngineStats:
     host: HostTierStats
     attention: AttentionStats | None  # None: a test's device without attention
     drafts: DraftStats
+    images: ImageStats
     adapters: AdapterStats
 
 
@@ -142,6 +154,7 @@ def read_stats(engine: Engine) -> EngineStats:
         host=_read_host(engine),
         attention=engine.attention,
         drafts=_read_drafts(scheduler.counts),
+        images=_read_images(engine),
         adapters=AdapterStats(
             len(scheduler.adapters.held),
             sum(generation > 0 for generation in list(scheduler.adapters.held.values())),
@@ -154,6 +167,12 @@ def read_stats(engine: Engine) -> EngineStats:
 def _read_drafts(counts: SchedulerCounts) -> DraftStats:
     by_position = tuple(counts.num_accepted_by_position)
     return DraftStats(counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens, by_position)
+
+
+def _read_images(engine: Engine) -> ImageStats:
+    counts, tower = engine.scheduler.counts, engine.runner.counts
+    hits = counts.image_page_hits, counts.image_row_hits
+    return ImageStats(counts.num_images, *hits, tower.tower_images, tower.tower_patches)
 
 
 def _read_host(engine: Engine) -> HostTierStats:

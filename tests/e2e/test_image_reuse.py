@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.engine.stats import read_stats
 from jaxserve.errors import InvalidRequestError
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import LogitsRecorder, greedy, read_weights
@@ -111,6 +112,25 @@ def test_salts_share_rows_and_no_pages(llm: LLM) -> None:
     image = picture(48, 48, 4)
     outputs = [run(llm, [show(40, image, 30, cache_salt=salt)], greedy(4))[0] for salt in ("a", "b", "a")]
     assert [output.num_cached_tokens for output in outputs] == [0, 0, 96]
+
+
+def test_what_is_found_is_counted(llm: LLM) -> None:
+    """A prompt's images count once: found in pages, with vectors on the device, or neither."""
+
+    def count(prompt: Prompt, **params: Any) -> tuple[int, ...]:
+        before = read_stats(llm.ready.engine).images
+        answer(llm, [prompt], greedy(2, **params))
+        now = read_stats(llm.ready.engine).images
+        names = "num_admitted", "page_hits", "row_hits", "num_computed", "num_computed_patches"
+        return tuple([getattr(now, name) - getattr(before, name) for name in names])
+
+    forget_images(llm)
+    first, second = picture(40, 32, 7), picture(16, 24, 7)
+    prompt = show(5, first, 12, second, 3)
+    assert count(prompt) == (2, 0, 0, 2, 80 + 24)
+    assert count(prompt, n=2) == (2, 1, 1, 0, 0), "a page ends between the two"
+    assert count(show(9, second, 4)) == (1, 0, 1, 0, 0)
+    assert count(show(9)) == (0, 0, 0, 0, 0)
 
 
 def make_texts() -> list[Prompt]:

@@ -6,7 +6,15 @@ from typing import Any
 
 from jaxserve.core.runtime.step_counts import STEP_TOKEN_BOUNDS
 from jaxserve.engine.engine_counts import AttentionStats
-from jaxserve.engine.stats import AdapterStats, DraftStats, EngineStats, HostTierStats, PoolStats, StepTokens
+from jaxserve.engine.stats import (
+    AdapterStats,
+    DraftStats,
+    EngineStats,
+    HostTierStats,
+    ImageStats,
+    PoolStats,
+    StepTokens,
+)
 
 
 def make_stats(**changes: Any) -> EngineStats:
@@ -37,6 +45,7 @@ def make_stats(**changes: Any) -> EngineStats:
         "num_programs": 14,
         "attention": AttentionStats("xla", 'portable attention: "gpu" failed', True),
         "drafts": DraftStats(600, 2400, 1301, (550, 400, 250, 101)),
+        "images": ImageStats(61, 13, 19, 37, 4736),
         "adapters": AdapterStats(2, 1, ("a",), ("b", "c")),
         "pools": (PoolStats(10, 9, 1), PoolStats(100, 25, 30)),
     }

@@ -69,6 +69,11 @@ class ImageRows:
             shifts = tuple([number for axis in moved for number in (*axis, *[0] * (end - start - len(axis)))])
         return ChunkImages(tuple((images.places[first:last] - start).tolist()), tuple(rows), shifts)
 
+    def count_held(self, sequence: Sequence, start: int) -> int:
+        """Returns how many images have rows, of those that end behind `start`."""
+        images = sequence.request.images
+        return 0 if images is None else sum(span.end > start and span.digest in self._rows for span in images.spans)
+
     def take_writes(self) -> tuple[ImageWrite, ...]:
         """Returns the images that the planned step computes; the next one has room for others."""
         writes = tuple(self._writes)

@@ -242,6 +242,7 @@ class Planner:
             if has_room and pages.load_prefix(sequence.pages):
                 continue  # it waits, and those behind it go first
             fits = length and has_room and len(updates) <= builder.prefix_updates
+            num_held = self._images.count_held(sequence, num_cached)  # others get rows below
             if not fits or not self._fit_images(builder, sequence, num_cached, length):
                 pages.release(sequence.pages)
                 return
@@ -249,7 +250,7 @@ class Planner:
             self._batch.join(sequence, num_cached)
             if sequence.first_scheduled_time is None:
                 sequence.first_scheduled_time, sequence.num_cached_tokens = self._clock(), num_cached
-                self._counts.count_admission(sequence, num_cached)
+                self._counts.count_admission(sequence, num_cached, num_held)
             slot = self._adapters.take(sequence)
             builder.new_rows.append(sequence.make_new_row(has_lookups=self.limits.has_lookups, adapter=slot))
             if sequence.pages.states.start is not None:

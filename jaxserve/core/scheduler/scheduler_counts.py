@@ -19,16 +19,26 @@ class SchedulerCounts:
     prefix_hits: int = 0  # tokens found there
     snapshot_misses: int = 0  # tokens whose pages were there, behind the last snapshot of a recurrent state
     host_hits: int = 0  # those among them that were loaded from the host tier
+    num_images: int = 0  # of prompts, counted at a request's first admission
+    image_page_hits: int = 0  # those among them that lay in pages of the prefix cache
+    image_row_hits: int = 0  # others, whose vectors the device had
     num_drafts: int = 0  # chains of drafts that were verified: one for each row with drafts in a step
     num_draft_tokens: int = 0  # drafts in them
     num_accepted_tokens: int = 0  # drafts that were right, with all before them
     num_accepted_by_position: list[int] = field(default_factory=list)  # the same by position in the chain
 
-    def count_admission(self, sequence: Sequence, num_cached: int) -> None:
-        """Counts a sequence's first admission with `num_cached` tokens from the prefix cache."""
+    def count_admission(self, sequence: Sequence, num_cached: int, num_held: int) -> None:
+        """Counts a sequence's first admission with `num_cached` tokens from the prefix cache.
+
+        The device has the vectors of `num_held` images behind them.
+        """
         self.num_admitted += 1
         if sequence.index == 0:
             self.num_admitted_tokens += sequence.num_prompt_tokens
+            if (images := sequence.request.images) is not None:
+                self.num_images += len(images.spans)
+                self.image_page_hits += sum(span.end <= num_cached for span in images.spans)
+                self.image_row_hits += num_held
         if sequence.pages.is_cached:
             self.prefix_queries += len(sequence.sharable_tokens)
             self.prefix_hits += num_cached
