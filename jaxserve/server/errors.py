@@ -138,7 +138,8 @@ def _explain(error: JaxServeError, status: int, code: str, retry_after: int) -> 
         message = _FAILURES[code]
     if (at := message.find(_CONTEXT_LENGTH)) >= 0:
         message, code = message[at:], "context_length_exceeded"
-    return ApiError(status, _bound(message), param=field, code=code, headers=headers)
+    param = None if field is None else _bound(field)  # it may end with a name that a client chose
+    return ApiError(status, _bound(message), param=param, code=code, headers=headers)
 
 
 def _bound(message: str) -> str:

@@ -28,8 +28,8 @@ def ask(*parts: Any) -> list[dict[str, Any]]:
             ImagePart("messages[0].content[0]", URL, detail="low"),
         ),
         (
-            {"type": "input_image", "image_url": URL, "detail": "high", "file_id": None},
-            ImagePart("messages[0].content[0]", URL, detail="high"),
+            {"type": "input_image", "image_url": URL, "detail": "original", "file_id": None},
+            ImagePart("messages[0].content[0]", URL, detail="original"),
         ),
         ({"type": "image", "image": PILLOW}, ImagePart("messages[0].content[0]", None, PILLOW)),
         ({"type": "image_pil", "image_pil": PILLOW}, ImagePart("messages[0].content[0]", None, PILLOW)),

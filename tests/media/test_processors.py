@@ -14,6 +14,7 @@ from PIL import Image
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.media.processors import FAMILIES, ImageProcessor, load_processor, read_processor
+from jaxserve.media.processors.processor import DETAILS
 from jaxserve.media.processors.settings import ImageSettings, read_settings
 from tests.media.pictures import CHECKPOINTS, SIZES, draw
 
@@ -181,10 +182,10 @@ def test_detail_is_a_limit_of_pixels() -> None:
     image = picture(720, 1280)
     tokens = {}
     for name in CHECKPOINTS:
-        for detail in ("auto", "low", "high"):
-            processor = make(name).with_detail(detail)  # type: ignore[arg-type]
+        for detail in DETAILS:
+            processor = make(name).with_detail(detail)
             tokens[name, detail] = processor.make_item(processor.resize(image, "image")).num_tokens
-        assert tokens[name, "auto"] == tokens[name, "high"] >= tokens[name, "low"]
+        assert tokens[name, "auto"] == tokens[name, "high"] == tokens[name, "original"] >= tokens[name, "low"]
     assert tokens["qwen3_vl", "low"] <= 256 < tokens["qwen3_vl", "high"] and tokens["gemma3", "low"] == 256
     assert tokens["gemma4", "low"] <= 70 and tokens["pixtral", "low"] == 32 * 18
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from jaxserve.server.images import ServedImages
 from jaxserve.workers import WorkerPoolBusyError
 from tests.engine.image_models import MARKED, make_folder
 from tests.server.asgi import make_state
-from tests.server.image_front import DATA, PART, TEXT, TOKENS, URL, Front, to_block, to_input
+from tests.server.image_front import DATA, PART, TEXT, TOKENS, Front, to_block, to_input
+
+MOST_SHOWN = 100  # characters of a wrong value that a refusal quotes; logs quote none
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,10 @@ def shared(folder: Path) -> Iterator[Front]:
 def front(shared: Front) -> Front:
     shared.requests.clear()
     return shared
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
 
 
 def refuse(answer: httpx.Response, param: str | None, *words: str) -> None:
@@ -203,11 +210,40 @@ def test_others_images_are_waited_for_in_vain(front: Front, monkeypatch: pytest.
     assert answer.headers["retry-after"] == "1"
 
 
-def test_logs_have_no_data(front: Front, caplog: pytest.LogCaptureFixture) -> None:
+BROKEN = (  # data of images that are refused, each for another reason
+    *(DATA[:40], f"{DATA[:200]}*", "A" * 4000),
+    base64.b64encode(b"GIF89a" + b"secret" * 40).decode(),
+)
+
+
+@pytest.mark.parametrize("data", [DATA, *BROKEN])
+def test_logs_and_refusals_have_no_data(front: Front, caplog: pytest.LogCaptureFixture, data: str) -> None:
+    url = f"data:image/png;base64,{data}"
+    asked: list[tuple[str, Any]] = [
+        ("/v1/chat/completions", {"messages": [user({"type": "image_url", "image_url": {"url": url}})]}),
+        ("/v1/chat/completions", {"messages": [user({"type": "image_url", "image_url": {"uri": url}})]}),
+        ("/v1/chat/completions", {"messages": [user({"type": "image_url", "image_url": [url]})]}),
+        ("/v1/chat/completions", {"messages": [user({"type": url, "image_url": {"url": url}})]}),
+        ("/v1/chat/completions", {"messages": [user({**PART, url: url})]}),
+        ("/v1/chat/completions", {"messages": [user(PART)], "stop": [url] * 40, "mm_processor_kwargs": {url: 1}}),
+        ("/v1/chat/completions", {"messages": url, url: url}),
+        ("/v1/chat/completions", {"messages": [user({"type": "image_url", "image_url": {"url": f"x{url}"}})]}),
+        ("/v1/responses", {"input": [user(to_input(url))]}),
+        ("/v1/responses", {"input": [user({"type": "input_image", "image_url": {"url": url}})]}),
+        ("/v1/responses", {"input": [user(to_input(detail=url))]}),
+        ("/v1/messages", {"messages": [user(to_block(data))], "max_tokens": 2}),
+        ("/v1/messages", {"messages": [user({"type": "image", "source": url})], "max_tokens": 2}),
+        ("/v1/messages", {"messages": [user({"type": "image", "source": {"type": data}})], "max_tokens": 2}),
+        ("/v1/completions", {"prompt": [{"image": url}]}),
+        ("/tokenize", {"messages": [user(PART)], "prompt": url}),
+    ]
     with caplog.at_level(logging.DEBUG):
-        front.chat(PART)
-        front.chat({"type": "image_url", "image_url": {"url": URL[:200]}})
-    assert DATA[:40] not in caplog.text
+        answers = [front.ask(path, body) for path, body in asked]
+    assert caplog.text.count("POST /v1/chat/completions") >= 8, "these are logged"
+    assert all(answer.status_code == 400 or data == DATA for answer in answers)
+    assert data[:32] not in caplog.text
+    pieces = {data[at : at + MOST_SHOWN] for at in range(len(data) - MOST_SHOWN)}
+    assert not [answer.text for answer in answers if any(piece in answer.text for piece in pieces)]
 
 
 def test_metrics_count_images(front: Front) -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-Detail = Literal["auto", "low", "high"]
-DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
+Detail = Literal["auto", "low", "high", "original"]
+DETAILS: tuple[Detail, ...] = ("auto", "low", "high", "original")
 LOW_EDGE = 512  # `detail: low` allows the pixels of a square with such edges, as OpenAI's models do
 
 
@@ -59,7 +59,7 @@ class ImageShape(Protocol):
         """
 
     def with_detail(self, detail: Detail) -> Self:
-        """Returns the shape for a detail; "auto" and "high" are the shape itself."""
+        """Returns the shape for a detail; all but "low" are the shape itself."""
 
 
 @dataclass(frozen=True, slots=True)
