@@ -31,7 +31,7 @@ class ModelOptions:
     skip_tokenizer_init: bool = option(False, "work on token ids only")
     hf_overrides: Mapping[str, Any] | None = option(
         None,
-        "values in place of those in config.json, by key; null drops a key of the file",
+        "values in place of those in config.json, by key; null drops a key, and a table changes an inner config",
         read=read_hf_overrides,
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face model id")

@@ -73,7 +73,7 @@ _MARK = "<|image_pad|>"
 
 def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor) -> TowerConfig:
     """Returns the tower that `vision_config` describes; ConfigError names its key."""
-    config = HFConfig(check_mapping("vision_config", raw.get("vision_config")), KEYS, _IGNORED)
+    config = HFConfig(check_mapping("vision_config", raw.get("vision_config")), KEYS, _IGNORED, place="vision_config")
     config.require(in_channels=_COLOURS)
     hidden, heads = config.integer("hidden_size"), config.integer("num_heads")
     if hidden % heads or hidden // heads % 4:

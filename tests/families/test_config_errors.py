@@ -135,6 +135,19 @@ def test_overrides_reach_the_decoder_of_a_larger_model():
         override_config(outer, {"expert": None})
 
 
+def test_overrides_of_inner_configs_are_merged():
+    outer = {"text_config": {"a": 1, "rope_theta": 1e4}, "vision_config": {"depth": 2, "x": {"y": 1}}, "z": {"u": 1}}
+    changed = override_config(
+        outer, {"vision_config": {"depth": 3, "x": {}}, "text_config": {"a": None}, "z": {"v": 2}}
+    )
+    assert changed == {"text_config": {"rope_theta": 1e4}, "vision_config": {"depth": 3, "x": {}}, "z": {"v": 2}}
+    changed = override_config(outer, {"text_config": {"a": 2}, "rope_theta": 1e6, "vision_config": None})
+    assert changed == {"text_config": {"a": 2, "rope_theta": 1e6}, "z": {"u": 1}}
+    with pytest.raises(ConfigError, match=r"^hf_overrides: vision_config has no 'deep' to drop; its keys are depth, x"):
+        override_config(outer, {"vision_config": {"deep": None}})
+    assert override_config({"a": 1}, {"vision_config": {"depth": 1}}) == {"a": 1, "vision_config": {"depth": 1}}
+
+
 def test_keys_of_qwen3_coder_change_nothing():
     qwen3 = json.loads((FOLDER / "qwen3-30b-a3b.json").read_text())
     coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}

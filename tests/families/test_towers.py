@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.core.models.hf_config import override_config
 from jaxserve.core.runtime.tower import choose_tower_impl, fit_tower
 from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
 from jaxserve.core.weights import make_dummy_params
@@ -131,7 +132,18 @@ def test_faults_of_a_config_are_named(keys: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_tower(raw | {"vision_config": vision}, text, processor)
     assert caught.value.field == f"vision_config.{field}"
-    assert str(caught.value).count("vision_config") == 1
+    advice = f"hf_overrides={{'vision_config': {{{field!r}: None}}}}"
+    assert str(caught.value).replace(advice, "").count("vision_config") == 1
+
+
+def test_the_refusal_of_a_towers_key_says_how_to_drop_it() -> None:
+    raw = read_raw("qwen3_vl")
+    found = {**raw, "vision_config": {**raw["vision_config"], "window_size": 112}}
+    text, processor = parse_config(raw), find_processor("qwen3_vl")
+    with pytest.raises(ConfigError, match=r"drop it by hf_overrides=\{'vision_config': \{'window_size': None\}\}"):
+        parse_tower(found, text, processor)
+    dropped = override_config(found, {"vision_config": {"window_size": None}})
+    assert parse_tower(dropped, text, processor) == parse_tower(raw, text, processor)
 
 
 GEMMA_FAULTS: list[tuple[dict[str, Any], str]] = [

@@ -40,6 +40,7 @@ _HARMLESS = frozenset({
 })
 # fmt: on
 
+_INNER = ("text_config", "vision_config")  # configs inside that of a model which reads more than text
 _MAX_INTEGER = 2**31 - 1  # sizes and token ids are 32-bit on devices
 _MAX_NUMBER = 1e12  # far above any published number, and float32 keeps it finite
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float": "float32"}
@@ -53,14 +54,22 @@ class HFConfig:
     underscore, as the notes of libraries do.
     """
 
-    def __init__(self, raw: Mapping[str, object], keys: Mapping[str, object], ignored_keys: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        raw: Mapping[str, object],
+        keys: Mapping[str, object],
+        ignored_keys: Iterable[str] = (),
+        *,
+        place: str | None = None,
+    ) -> None:
+        """Reads nothing. `place` is the key of the file that has this config; None: it is the file, or its text's."""
         self._raw = raw
         self._keys = keys
         self._names: Mapping[str, str] = {}
         known = keys.keys() | _HARMLESS | set(ignored_keys)
         for key, value in raw.items():
             if value and key not in known and not key.startswith("_"):
-                raise _unknown(key, value, keys)
+                raise _unknown(key, value, keys, place)
 
     def rename(self, names: Mapping[str, str]) -> HFConfig:
         """Returns the same file, in which the keys of `names` have the values' names; errors name those of the file."""
@@ -155,30 +164,45 @@ class HFConfig:
 def override_config(raw: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
     """Returns a config.json with other values of some keys, without the keys whose value is None.
 
-    Where only `text_config` has a key, it is changed there. Raises ConfigError for a key to drop that is not there.
+    A mapping for an inner config, as `vision_config` is, does the same to that. Where only `text_config` has a key, it
+    is changed there. Raises ConfigError for a key to drop that is not there.
     """
-    found = raw.get("text_config")
-    text = found if isinstance(found, Mapping) else {}
-    for key, value in overrides.items():
-        if value is None and key not in raw and key not in text:
-            message = f"config.json has no {shorten(key)} to drop; its keys are {', '.join(sorted({*raw, *text}))}"
-            raise ConfigError(message, field="hf_overrides", value=key)
+    text = _find_inner(raw, "text_config")
     inner = {key: value for key, value in overrides.items() if key in text and key not in raw}
-    changed = dict(raw) | ({"text_config": _change(text, inner)} if inner else {})
-    return _change(changed, {key: value for key, value in overrides.items() if key not in inner})
+    outer: dict[str, object] = {key: value for key, value in overrides.items() if key not in inner}
+    if inner:
+        outer["text_config"] = inner | _find_inner(overrides, "text_config")
+    for key in _INNER:
+        given, found = outer.get(key), raw.get(key)
+        if isinstance(given, Mapping) and isinstance(found, Mapping):
+            outer[key] = _change(found, given, key)
+    return _change(raw, outer, "config.json", text)
 
 
-def _change(raw: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+def _find_inner(config: Mapping[str, object], key: str) -> dict[str, object]:
+    """Returns an inner config, empty if there is none."""
+    found = config.get(key)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _change(
+    raw: Mapping[str, object], overrides: Mapping[str, object], place: str, more: Iterable[str] = ()
+) -> dict[str, object]:
+    """Returns the values that `place` has then; `more` are keys that could have been given beside its own."""
     dropped = {key for key, value in overrides.items() if value is None}
+    for key in dropped - raw.keys():
+        message = f"{place} has no {shorten(key)} to drop; its keys are {', '.join(sorted({*raw, *more}))}"
+        raise ConfigError(message, field="hf_overrides", value=key)
     return {key: value for key, value in {**raw, **overrides}.items() if key not in dropped}
 
 
-def _unknown(key: str, value: object, keys: Iterable[str]) -> ConfigError:
+def _unknown(key: str, value: object, keys: Iterable[str], place: str | None) -> ConfigError:
     """Returns the error for a key that is none of the family's `keys`."""
     near = difflib.get_close_matches(key[:100], sorted(keys), n=1)
     message = f"{shorten(value)} is not supported for this architecture"
     message += f", whose nearest key is {near[0]}" if near else ""
-    message += f"; if the model computes the same without this key, drop it by hf_overrides={{{shorten(key)}: None}}"
+    override = f"{{{shorten(key)}: None}}" if place is None else f"{{{place!r}: {{{shorten(key)}: None}}}}"
+    message += f"; if the model computes the same without this key, drop it by hf_overrides={override}"
     message += " (of a drafter, from its config.json)"
     return ConfigError(message, field=key, value=value)
 
