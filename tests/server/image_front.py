@@ -77,13 +77,13 @@ class Front:
 
     def ask_many(self, asked: list[tuple[str, Any]]) -> list[httpx.Response]:
         """Sends bodies at once."""
+        return asyncio.run(self.send(asked))
 
-        async def run() -> list[httpx.Response]:
-            transport = httpx.ASGITransport(self._app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-                return list(await asyncio.gather(*(client.post(path, **to_content(body)) for path, body in asked)))
-
-        return asyncio.run(run())
+    async def send(self, asked: list[tuple[str, Any]]) -> list[httpx.Response]:
+        """Sends bodies at once, from a loop that may do other things."""
+        transport = httpx.ASGITransport(self._app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            return list(await asyncio.gather(*(client.post(path, **to_content(body)) for path, body in asked)))
 
     def chat(self, *parts: Any, **more: Any) -> httpx.Response:
         return self.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": list(parts)}], **more})
