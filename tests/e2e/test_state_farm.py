@@ -1,14 +1,15 @@
 """After each step of an engine, whatever happened, each row's state is the float64 recurrence over its tokens.
 
-Drawn requests are admitted, cut into chunks, decoded, forked, aborted, stopped, preempted and forced to tokens. They
-begin like others or go on from their answers, so they hit snapshots, of which there are few; each snapshot that a row's
-text can hit is compared, too. Steps fail, and weights change. With drafts, each step without chunks verifies three a
-row; where a row may have few tokens, many are right. The state of the first layer depends on its tokens' embeddings
-alone, so the recurrence is cheap.
+Drawn requests are admitted, cut into chunks, decoded, forked, aborted, stopped, preempted and forced to tokens, and
+masks of their tokens are late. They begin like others or go on from their answers, so they hit snapshots, of which
+there are few; each snapshot that a row's text can hit is compared, too. Steps fail, and weights change. With drafts,
+each step without chunks verifies three a row; where a row may have few tokens, many are right. The state of the first
+layer depends on its tokens' embeddings alone, so the recurrence is cheap.
 """
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from jaxserve import LLM, SamplingParams
 from jaxserve.core.runtime import startup
 from jaxserve.core.scheduler import StepPlan
+from jaxserve.features.grammars.pool import MaskBatch, MaskPool
 from jaxserve.sampling_params import OutputKind
 from jaxserve.structured_params import StructuredOutputsParams
 from tests.e2e.engines import Engines
@@ -53,7 +55,7 @@ class Farm(RuleBasedStateMachine):
     llms: tuple[LLM, ...]
     references: tuple[Reference, Reference]  # of the weights, and of those that they change to
     weights: tuple[Any, Any]
-    preemptions = hits = resumed = passed = 0
+    preemptions = hits = resumed = passed = late = 0
 
     @initialize(which=st.integers(0, 1))
     def start(self, which: int) -> None:
@@ -73,6 +75,7 @@ class Farm(RuleBasedStateMachine):
             st.integers(1, 9), st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=6), max_size=2
         ),
         constrained=st.booleans(),
+        late=st.sets(st.integers(0, 12), max_size=4),
         few=st.booleans(),
         many=st.integers(1, 3),
     )
@@ -87,6 +90,7 @@ class Farm(RuleBasedStateMachine):
         stop: list[int],
         forced: dict[int, list[int]],
         constrained: bool,
+        late: set[int],
         few: bool,
         many: int,
     ) -> None:
@@ -97,7 +101,7 @@ class Farm(RuleBasedStateMachine):
             [*begin, *np.random.default_rng(each).integers(3, VOCAB, length).tolist()][:150]
             for each in range(seed, seed + many)
         ]
-        grammar: Any = Grammar(forced=forced, slow={2})
+        grammar: Any = Grammar(forced=forced, slow=late)
         grammar.automaton = None
         type(self.llm.ready.requests).grammars = SimpleNamespace(compile=lambda params: grammar)  # type: ignore[assignment]
         params = SamplingParams(
@@ -107,13 +111,15 @@ class Farm(RuleBasedStateMachine):
             n=n,
             stop_token_ids=stop,
             ignore_eos=True,
-            allowed_token_ids=[5, 9, 30] if few and not constrained else None,
+            allowed_token_ids=[5, 9, 30] if few else None,
             output_kind=OutputKind.FINAL_ONLY,
             structured_outputs=StructuredOutputsParams(regex="x") if constrained else None,
         )
         for prompt in prompts:
             self.count += 1
             self.engine.add_request(self.llm.ready.requests.make(prompt, params, request_id=str(self.count)))
+        for matcher in grammar.matchers:
+            matcher.held = threading.Event()
 
     @rule(times=st.integers(1, 25))
     def step(self, times: int) -> None:
@@ -204,14 +210,33 @@ class Farm(RuleBasedStateMachine):
             type(self).preemptions = sum(llm.ready.engine.scheduler.counts.num_preemptions for llm in self.llms)
 
 
-def meet_each_case() -> None:
-    """A common beginning of three requests, then answers that need more pages than there are.
+def release_late_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late mask is ready once a step waits for it without a limit, and never before."""
+    collect = MaskPool.collect
 
-    Few drawn examples may have neither. The last is preempted behind the snapshot of its prompt, whose pages are left.
+    def release(pool: MaskPool, batch: MaskBatch, timeout_s: float | None = None) -> np.ndarray:
+        matchers: list[Any] = [job.matcher for job in batch.jobs if job is not None and not job.is_done]
+        Farm.late += sum(len(matcher.ids) in matcher.slow for matcher in matchers)
+        for matcher in matchers if timeout_s is None else ():
+            matcher.held.set()
+        found = collect(pool, batch, timeout_s)
+        for matcher in matchers if timeout_s is None else ():
+            matcher.held.clear()
+        return found
+
+    monkeypatch.setattr(MaskPool, "collect", release)
+
+
+def meet_each_case() -> None:
+    """A common beginning of three requests, answers that need more pages than there are, and late masks.
+
+    Few drawn examples may have none of these. The last of the answers is preempted behind the snapshot of its prompt,
+    whose pages are left.
     """
     farm = Farm()
     farm.start(which=1)
     plain: dict[str, Any] = {"turn": None, "n": 1, "stop": [], "forced": {}, "constrained": False, "few": False}
+    plain["late"] = set()
     for seed in range(3):
         farm.admit(shared=130, length=9, seed=seed, count=2, many=1, **plain)
         farm.step(times=20)
@@ -221,6 +246,25 @@ def meet_each_case() -> None:
     farm.step(times=90)
     farm.admit(shared=0, length=20, seed=7, count=100, many=3, **plain | {"few": True})
     farm.step(times=120)
+    farm.admit(shared=0, length=20, seed=9, count=12, many=2, **plain | {"constrained": True, "late": {0, 1, 5, 6}})
+    farm.admit(shared=0, length=20, seed=9, count=12, many=1, **plain)
+    farm.step(times=40)
+    farm.teardown()
+
+
+def fail_without_waiting() -> None:
+    """A step that goes on without its late masks takes a row's token twice, and the farm sees it."""
+    farm = Farm()
+    farm.start(which=1)
+    grammars = farm.engine._grammars
+    assert grammars._mask_timeout is None
+    grammars._mask_timeout = 0.0
+    farm.admit(0, 20, 9, None, 12, 1, [], {}, constrained=True, late={2}, few=False, many=1)
+    (matcher,) = grammars._matchers.values()
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        farm.step(times=20)
+    grammars._mask_timeout = None
+    matcher.held.set()
     farm.teardown()
 
 
@@ -234,20 +278,22 @@ def test_each_state_is_that_of_the_tokens_of_its_row(
     monkeypatch.setattr(startup, "_SNAPSHOTS_OF_ROW", 1)
     Farm.llms = tuple(engines.get(make_llm, case, async_scheduling=overlap, **options) for overlap in (False, True))
     Farm.references = make_reference(Farm.llms[0], 1), make_reference(Farm.llms[0], SCALE)
-    Farm.preemptions = Farm.hits = Farm.resumed = Farm.passed = 0
+    Farm.preemptions = Farm.hits = Farm.resumed = Farm.passed = Farm.late = 0
     weights = read_weights(Farm.llms[0])
     first, *others = weights["layers"]
     Farm.weights = weights, weights | {"layers": [first | {"conv": first["conv"] * SCALE}, *others]}
     kept = type(Farm.llms[0].ready.requests)
     monkeypatch.setattr(kept, "grammars", None)  # and put back at the end
+    release_late_masks(monkeypatch)
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     limits = settings(
         max_examples=scale_examples(50), stateful_step_count=30, deadline=None, suppress_health_check=checks
     )
     run_state_machine_as_test(Farm, settings=limits)
     meet_each_case()
+    fail_without_waiting()
     print(f"{Farm.preemptions} preemptions, {Farm.hits} rows from snapshots, {Farm.resumed} of them after a preemption")
-    assert Farm.preemptions > 0 and Farm.hits > Farm.resumed > 0
+    assert Farm.preemptions > 0 and Farm.hits > Farm.resumed > 0 and Farm.late > 0
     if drafts:
         counts = [llm.ready.engine.scheduler.counts for llm in Farm.llms]
         assert all(0 < each.num_accepted_tokens < each.num_draft_tokens for each in counts[1:]) and Farm.passed > 0
