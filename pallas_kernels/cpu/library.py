@@ -176,14 +176,15 @@ def _compile_into(directory: Path) -> Path:
 
 
 def _compile(compiler: str, folder: Path) -> Path:
-    """Returns the path of the new library in the folder. All files are compiled at once: the user is waiting."""
-    sources = _list_sources()
+    """Returns the path of the new library in the folder, one file on each core, the longest first: the user is
+    waiting."""
+    sources = sorted(_list_sources(), key=lambda source: source.stat().st_size, reverse=True)
     objects = [folder / f"{source.stem}.o" for source in sources]
 
     def compile_one(source: Path, made: Path) -> None:
         _run_compiler(compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), "-c", source, "-o", made)
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, sources, objects))
     library = folder / "new.so"
     _run_compiler(compiler, "-shared", *objects, "-o", library)
