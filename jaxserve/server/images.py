@@ -8,13 +8,15 @@ from typing import Any, final
 from starlette.requests import Request
 
 from jaxserve.engine.images import ImageInput
+from jaxserve.errors import InvalidRequestError
 from jaxserve.media.items import MediaItem
 from jaxserve.media.options import ImageOptions
-from jaxserve.media.parts import ImagePart
+from jaxserve.media.parts import ImagePart, take_images
 from jaxserve.server.budget import ByteBudget
 from jaxserve.server.errors import ApiError
 from jaxserve.server.metrics import ImageCounts
 from jaxserve.server.request_context import get_context
+from jaxserve.tokenizers.messages import require_readable_parts
 from jaxserve.workers import WorkerPoolBusyError, WorkerPoolClosedError
 
 _RETRY_AFTER = 1  # seconds; what holds the processes ends within the time limit of an image
@@ -91,3 +93,28 @@ class ServedImages:
         """Ends the processes. Requests that need one end with an ApiError 503. A second call does nothing."""
         self._loader.close()
         self._input.close()
+
+
+def read_images(
+    images: ServedImages | None,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Sequence[Mapping[str, Any]], list[ImagePart]]:
+    """Returns messages without the data of their images, as `take_images` of media/parts.py does, and the images.
+
+    Args:
+        images: those of the server; None if its model is served for text.
+        options: the body's `mm_processor_kwargs`.
+
+    Raises:
+        InvalidRequestError: the model is served for text and there are images, or options for them; or one of these is
+            malformed; or there is video, sound or a file.
+    """
+    found: list[ImagePart] = []
+    if images is not None:
+        images.check_options(options)
+        messages, found = take_images(messages, images.options.num_images)
+    elif options:
+        raise InvalidRequestError("is not read here: the model is served for text", field="mm_processor_kwargs")
+    require_readable_parts(messages, reads_images=images is not None)
+    return messages, found

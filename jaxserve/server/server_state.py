@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,7 +19,6 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.async_engine import AsyncLLM
 from jaxserve.engine.progress import ProgressLines, Report, say_progress
 from jaxserve.errors import ConfigError, InvalidRequestError, QueueFullError
-from jaxserve.media.parts import ImagePart, take_images
 from jaxserve.request import Rank, ServiceTier
 from jaxserve.server.adapters import ServedAdapters
 from jaxserve.server.budget import FREE_BYTES, ByteBudget
@@ -37,7 +36,6 @@ from jaxserve.server.single_flight import SingleFlight
 from jaxserve.server.tools import guess_reasoning_parser, guess_tool_parser
 from jaxserve.server.tracing import NullTracer, Tracer
 from jaxserve.tokenizers import Tokenizer
-from jaxserve.tokenizers.messages import require_readable_parts
 
 _log = logging.getLogger(__name__)
 _LONGEST_RETRY = 60  # seconds
@@ -187,27 +185,6 @@ class ServerState:
         with suppress(RenderTimeoutError):  # requests ask again
             for line in describe_form(make_form(template, named_tokens, self.preparation.choose_renderer())):
                 _log.info("chat template: %s", line)
-
-    def take_images(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None
-    ) -> tuple[Sequence[Mapping[str, Any]], list[ImagePart]]:
-        """Returns messages without the data of their images, as `take_images` of media/parts.py does, and the images.
-
-        Args:
-            options: the body's `mm_processor_kwargs`.
-
-        Raises:
-            InvalidRequestError: the model is served for text and there are images, or options for them; or one of these
-                is malformed; or there is video, sound or a file.
-        """
-        images: list[ImagePart] = []
-        if self.images is not None:
-            self.images.check_options(options)
-            messages, images = take_images(messages, self.images.options.num_images)
-        elif options:
-            raise InvalidRequestError("is not read here: the model is served for text", field="mm_processor_kwargs")
-        require_readable_parts(messages, reads_images=self.images is not None)
-        return messages, images
 
     def end_processes(self) -> None:
         """Ends the processes that render templates and decode images. Work that needs one is answered by 503."""

@@ -174,7 +174,11 @@ def test_choices_are_numbered_across_the_prompts() -> None:
 
 def make_state() -> Any:
     return SimpleNamespace(
-        engine=SimpleNamespace(max_model_len=512), config=ServerConfig.from_options(), fingerprint="f", token_texts=None
+        engine=SimpleNamespace(max_model_len=512),
+        config=ServerConfig.from_options(),
+        fingerprint="f",
+        token_texts=None,
+        images=None,
     )
 
 

@@ -49,6 +49,7 @@ def ask(endpoint: str, factory: RequestFactory, *, is_limit: bool, asked: int | 
         chat_template=None,
         template_variables={},
         preparation=preparation,
+        images=None,
     )
     if endpoint == "chat":
         body = ChatCompletionRequest(messages=HELLO, max_tokens=asked, **more)
@@ -109,8 +110,9 @@ def test_formats_are_detected_by_the_template(
         monkeypatch.setattr(ServerState, part, lambda *_: None)
     monkeypatch.setattr(state, "preparation", SimpleNamespace(start=lambda _: None))
     view = SimpleNamespace(describe_cache=dict)
-    ready = SimpleNamespace(adapters=None)
-    llm: Any = SimpleNamespace(tokenizer=None, view=view, ready=ready, limits=SimpleNamespace(max_num_seqs=1))
+    ready, requests = SimpleNamespace(adapters=None), SimpleNamespace(images=None)
+    limits = SimpleNamespace(max_num_seqs=1)
+    llm: Any = SimpleNamespace(tokenizer=None, view=view, ready=ready, requests=requests, limits=limits)
     state.open(llm)
     assert (state.tool_parser, state.reasoning_parser) == expected
 

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.server.images import ServedImages
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.images import ServedImages, read_images
 from jaxserve.workers import WorkerPoolBusyError
 from tests.engine.image_models import MARKED, make_folder
 from tests.server.asgi import make_state
@@ -261,10 +262,9 @@ def test_a_large_image_is_accepted_by_default() -> None:
 
 
 def test_a_model_without_a_tower_reads_no_images() -> None:
-    state = make_state()
-    with pytest.raises(Exception, match="served for text"):
-        state.take_images([{"role": "user", "content": [PART]}])
-    with pytest.raises(Exception, match="served for text"):
-        state.take_images([{"role": "user", "content": "a"}], {"max_pixels": 1})
+    with pytest.raises(InvalidRequestError, match="served for text"):
+        read_images(None, [{"role": "user", "content": [PART]}])
+    with pytest.raises(InvalidRequestError, match="served for text"):
+        read_images(None, [{"role": "user", "content": "a"}], {"max_pixels": 1})
     messages = [{"role": "user", "content": "a"}]
-    assert state.take_images(messages, {}) == (messages, [])
+    assert read_images(None, messages, {}) == (messages, [])

@@ -29,6 +29,7 @@ def state() -> Any:
         reasoning_parser=None,
         chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
         template_variables={},
+        images=None,
         preparation=SimpleNamespace(choose_renderer=lambda: render_template),
     )
 

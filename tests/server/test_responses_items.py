@@ -46,6 +46,7 @@ def make(**more: Any) -> tuple[AnswerReader, ResponseWriter]:
     body = ResponseRequest(input="hi", **({"tools": TOOLS} | more))
     state: Any = SimpleNamespace(
         engine=SimpleNamespace(max_model_len=512),
+        images=None,
         config=ServerConfig.from_options(),
         tool_parser="hermes",
         reasoning_parser="qwen3",
@@ -171,7 +172,7 @@ def test_what_an_answer_has_can_be_sent_back(include: list[str] | None) -> None:
 
 def test_a_server_may_refuse_hosted_tools() -> None:
     config = ServerConfig.from_options(refuse_hosted_tools=True)
-    state: Any = SimpleNamespace(engine=SimpleNamespace(max_model_len=512), config=config)
+    state: Any = SimpleNamespace(engine=SimpleNamespace(max_model_len=512), config=config, images=None)
     with pytest.raises(InvalidRequestError) as caught:
         ResponseReader().read(ResponseRequest(input="hi", tools=TOOLS), state)
     assert caught.value.field == "tools[3].type" and "web_search" in str(caught.value)

@@ -29,6 +29,7 @@ from jaxserve.server.events import (
     join_texts,
 )
 from jaxserve.server.generation import Account
+from jaxserve.server.images import read_images
 from jaxserve.server.logprobs import to_prompt_logprobs
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import (
@@ -95,7 +96,7 @@ def read_conversation(body: ChatCompletionRequest, state: ServerState) -> Conver
     Raises:
         InvalidRequestError: names the field.
     """
-    messages, images = state.take_images(body.messages, body.mm_processor_kwargs)
+    messages, images = read_images(state.images, body.messages, body.mm_processor_kwargs)
     check_length([messages, body.tools], state, "messages", cuts=body.truncate_prompt_tokens is not None)
     logprobs = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
     return Conversation(

@@ -22,6 +22,7 @@ from jaxserve.server.conversation import Conversation, encode_prompt
 from jaxserve.server.errors import ApiError
 from jaxserve.server.events import AnswerEnded, ArgumentsDelta, CallBegun, CallEnded, ReasoningDelta, TextDelta, Update
 from jaxserve.server.generation import Account
+from jaxserve.server.images import read_images
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, name_calls, name_fields, rename_field
 from jaxserve.server.protocol.message_tools import read_choice, read_tool
@@ -107,7 +108,7 @@ def read_conversation(names: dict[str, str], body: CountTokensRequest, state: Se
     turns.read(body)
     names |= turns.list_images()
     cuts = body.truncate_prompt_tokens is not None
-    messages, images = state.take_images(turns.messages)
+    messages, images = read_images(state.images, turns.messages)
     check_length([messages, body.tools], state, "messages", cuts=cuts)
     for at, source in enumerate(turns.sources):
         names |= {f"messages[{at}].content": source, f"messages[{at}]": source}

@@ -28,6 +28,7 @@ from jaxserve.server.events import (
     Update,
 )
 from jaxserve.server.generation import Account, echo_tier
+from jaxserve.server.images import read_images
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, name_calls, name_fields, rename_field
 from jaxserve.server.protocol.response_input import InputReader
@@ -122,7 +123,7 @@ class ResponseReader:
         )
         self._name_options(body)
         cuts = body.truncate_prompt_tokens is not None
-        messages, images = state.take_images(given.messages, body.mm_processor_kwargs)
+        messages, images = read_images(state.images, given.messages, body.mm_processor_kwargs)
         check_length([messages, body.tools], state, "messages", cuts=cuts)
         return Conversation(
             messages=messages,

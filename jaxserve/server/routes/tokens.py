@@ -16,7 +16,7 @@ from jaxserve.request import ServiceTier
 from jaxserve.server.body import read_body
 from jaxserve.server.conversation import Conversation, encode_prompt
 from jaxserve.server.errors import ApiError
-from jaxserve.server.images import NewImagesError
+from jaxserve.server.images import NewImagesError, read_images
 from jaxserve.server.json_text import make_json_response, to_json
 from jaxserve.server.openapi import document
 from jaxserve.server.prompts import check_length, name_fields
@@ -128,7 +128,7 @@ def _tokenize(body: TokenizeRequest, state: ServerState, items: Sequence[MediaIt
 
 def _encode_conversation(body: TokenizeRequest, state: ServerState, items: Sequence[MediaItem] | None) -> list[int]:
     """Returns the token ids that a chat request with the same messages and tools has."""
-    messages, images = state.take_images(body.messages or (), body.mm_processor_kwargs)
+    messages, images = read_images(state.images, body.messages or (), body.mm_processor_kwargs)
     check_length([messages, body.tools], state, "messages")
     conversation = Conversation(
         messages=messages,
