@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +13,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, LoRARequest, SamplingParams
-from jaxserve.errors import JaxServeError
+from jaxserve.errors import ConfigError, JaxServeError
 from jaxserve.features.host_tier import start as tier_start
 from jaxserve.tools.cli import main
 from tests.e2e.engines import Engines
-from tests.e2e.helpers import CACHE, greedy, list_flags
-from tests.e2e.image_prompts import TOWERS, WHOLE, answer, make_mixed_prompts, make_seeing, picture, run, show
+from tests.e2e.helpers import CACHE, ROOT, greedy, list_flags
+from tests.e2e.image_prompts import SIZES, TOWERS, WHOLE, answer, make_mixed_prompts, make_seeing, picture, run, show
 from tests.features.lora.adapter_files import AdapterSpec, write_adapter, write_merged
+from tests.programs import QUICK_ENV
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}
 THOROUGH = pytest.mark.thorough
@@ -143,3 +147,17 @@ def test_a_recording_holds_each_image_and_is_replayed_equal(
     capsys.readouterr()
     assert main(["replay", str(path), *list_flags({"compilation_cache_dir": CACHE["compilation_cache_dir"]})]) == 0
     assert "Equal" in capsys.readouterr().out
+
+
+@THOROUGH
+def test_a_bundle_has_the_programs_of_the_tower(plain: list[list[list[int]]], tmp_path: Path) -> None:
+    folder, source = tmp_path / "bundle", TOWERS / "qwen3_vl"
+    command = [sys.executable, "-m", "jaxserve", "build", str(source), "-o", str(folder), "--skip-tokenizer-init"]
+    command += list_flags(SIZES | {"dtype": "float32"})
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | QUICK_ENV, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    llm = make_seeing(bundle=str(folder))
+    assert sorted(llm.ready.runner.device.programs.of_kind("tower")) == [64, 128, 256]
+    assert answer_all(llm, greedy(40)) == plain and llm.ready.runner.num_compiles == 0
+    with pytest.raises(ConfigError, match="max_num_batched_patches"):
+        make_seeing(bundle=str(folder), max_num_batched_patches=128)
