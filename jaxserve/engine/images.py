@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _MOST_PATCHES = 16_384  # of a step, unless an option says how many: 4,096 tokens of Qwen3-VL
 _TIME_LIMIT_S = 20.0  # for one image; the largest that is read takes seconds on a busy machine
 _SERVE_TEXT = 'limit_mm_per_prompt={"image": 0} serves the model for text'
+_LIMITS = ImageLimits()
 _KINDS = ("image",)  # of vLLM's `multi_modal_data`
 
 
@@ -48,7 +49,8 @@ def choose_images(
 
     Raises:
         ConfigError: an option is for images and there are none; the processor's settings are missing or not supported;
-            options do not fit them or each other; or Pillow is not installed.
+            options do not fit them or each other; a domain or the folder that they allow is none; or Pillow is not
+            installed.
     """
     media, tower, folder = config.media, towers.get(model.family), files.path
     if tower is None or not isinstance(files.hf_config.get("vision_config"), Mapping) or not model.generates:
@@ -67,6 +69,7 @@ def choose_images(
     except MissingPackageError as error:
         message = f"the model reads images: {error}; {_SERVE_TEXT}"
         raise ConfigError(message, field="model", value=config.model.model) from error
+    _make_sources(config)  # it opens nothing, and what is wrong is said before weights are read
     processor = read_processor(tower.processor, read_settings(folder))
     try:
         processor = processor.with_options(media.mm_processor_kwargs or {})
@@ -76,6 +79,12 @@ def choose_images(
     shape = processor.shape
     merge_size = shape.merge_size if isinstance(shape, Qwen3VLShape) else None
     return ImageOptions(processor, tower.tokens(files.hf_config), max_patches, media.num_images, merge_size)
+
+
+def _make_sources(config: EngineConfig) -> MediaSources:
+    """Returns the sources that options allow; ConfigError where a domain or the folder is none."""
+    media = config.media
+    return MediaSources(SourceOptions(media.allowed_media_domains, media.allowed_local_media_path), _LIMITS)
 
 
 def _is_orbax(folder: Path, load_format: str) -> bool:
@@ -117,16 +126,10 @@ class ImageInput:
     """Reads the images of requests. Safe to use from several threads."""
 
     def __init__(self, options: ImageOptions, config: EngineConfig, max_model_len: int) -> None:
-        """Starts nothing.
-
-        Raises:
-            ConfigError: a domain or the folder that options allow is none.
-        """
+        """Starts nothing."""
         self.options = options
         self._max_model_len = max_model_len
-        media, self._limits = config.media, ImageLimits()
-        sources = SourceOptions(media.allowed_media_domains, media.allowed_local_media_path)
-        self._sources = MediaSources(sources, self._limits)
+        self._limits, self._sources = _LIMITS, _make_sources(config)
         self._reader = ImageReader(self._limits, time_limit_s=_TIME_LIMIT_S)
 
     def start(self) -> None:

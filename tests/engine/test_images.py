@@ -86,6 +86,8 @@ def test_no_step_takes_more_patches_than_the_default(tmp_path: Path) -> None:
         ({"max_num_batched_patches": 15}, "max_num_batched_patches", r"at least 16, .*got 15"),
         ({"mm_processor_kwargs": {"max_pixels": 5000}}, "mm_processor_kwargs.max_pixels", "from 64 to 4096"),
         ({"mm_processor_kwargs": {"fps": 2}}, "mm_processor_kwargs.fps", "unknown"),
+        ({"allowed_media_domains": ("a.example", "b.example/c")}, "allowed_media_domains", "must be hosts"),
+        ({"allowed_local_media_path": "/no/such/folder"}, "allowed_local_media_path", "must be a folder"),
         ({"deterministic": True}, "deterministic", 'limit_mm_per_prompt={"image": 0}'),
     ],
 )
