@@ -24,13 +24,14 @@ from answer_attacks import ANSWER_ATTACKS
 from attacks import ATTACKS as SERVER_ATTACKS
 from attacks import SHUTDOWN_SECONDS, Attack, Notes, SkippedError
 from cluster_attacks import CLUSTER_ATTACKS
+from image_attacks import IMAGE_ATTACKS
 from rich.console import Console
 from rich.table import Table
 from soak_server import Server
 from tenant_attacks import TENANT_ATTACKS
 
 HOLD_SECONDS = 6.0
-ATTACKS = SERVER_ATTACKS | ANSWER_ATTACKS | TENANT_ATTACKS | CLUSTER_ATTACKS
+ATTACKS = SERVER_ATTACKS | ANSWER_ATTACKS | TENANT_ATTACKS | IMAGE_ATTACKS | CLUSTER_ATTACKS
 MOST_SECONDS = 2.0  # for SIGTERM beyond --shutdown-timeout
 PROBE_LIMIT, PROBE_INTERVAL = 10.0, 0.2
 PROBE = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}

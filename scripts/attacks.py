@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -14,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,7 +21,6 @@ from soak_server import Server, start_server
 
 NUM_IDLE, NUM_VIEWERS, NUM_BODIES, NUM_TEMPLATES, NUM_REQUESTS = 10_000, 400, 12, 8, 32
 NUM_PROMPTS, NUM_COMPLETIONS = 1024, 128
-NUM_IMAGES, NUM_IMAGE_BODIES = 10_000, 6
 BODY_BYTES = 32 << 20
 MOST_BODIES_MIB = 320  # memory of all bodies together, buffers included
 MEMORY_BYTES = 500 << 20
@@ -236,22 +233,6 @@ def hold_requests(server: Server, notes: Notes) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def hold_images(server: Server, notes: Notes) -> Iterator[None]:
-    """Conversations of ten thousand tiny images, and some with one as large as a body may be; none may be kept."""
-    pixel = f"data:image/png;base64,{base64.b64encode(bytes(48)).decode()}"
-    tiny = [{"type": "image_url", "image_url": {"url": pixel}}] * NUM_IMAGES
-    large = [{"type": "image_url", "image_url": {"url": pixel + "A" * (BODY_BYTES - 4096)}}]
-    bodies = [{"messages": [{"role": "user", "content": parts}]} for parts in (tiny, large) * NUM_IMAGE_BODIES]
-    before = read_memory(server)
-    with hold_open([partial(send, server, "/v1/chat/completions", body) for body in bodies], notes, "conversations"):
-        yield
-    grown = read_memory(server) - before
-    notes.said.append(f"{grown:+,} MiB")
-    if grown > MOST_BODIES_MIB:
-        notes.wrong.append(f"the server grew by {grown:,} MiB")
-
-
 def read_memory(server: Server) -> int:
     """Returns the resident memory of the server's process in MiB."""
     return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
@@ -311,7 +292,6 @@ ATTACKS = {
     "viewers": Attack("400 viewers of /live", hold_viewers, start_plain()),
     "sequences": Attack("131,072 sequences in one request", hold_sequences, start_plain()),
     "bodies": Attack("12 held bodies of 32 MiB", hold_bodies, start_plain()),
-    "images": Attack("images, 10,000 tiny and one of 32 MiB, six times", hold_images, start_plain()),
     "templates": Attack("hung and huge templates", hold_templates, start_plain("--allow-request-chat-template")),
     "cache": Attack("a compile cache cut by half", hold_nothing, start_with_cut_cache),
     "memory": Attack("500 MiB of memory", hold_requests, start_in_group),
