@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.context import StateSlots
-from jaxserve.core.layers.recurrent import read_slots, write_slots
+from jaxserve.core.layers.recurrent import read_slots, write_rows
 from pallas_kernels.spec import BatchMeta
 
 
@@ -27,12 +28,16 @@ def convolve_heads(
     pool, so that devices can share heads.
     """
     tokens, heads, size = x.shape
-    kept = read_slots(pool, offset, slots.read).reshape(-1, heads, pool.shape[-1] // size, size).swapaxes(1, 2)
+    kept = read_slots(pool, offset, slots.read)
+    if len(kept) == 1:  # without the barrier XLA reads the pool again after it was written, and so copies it
+        kept = lax.optimization_barrier(kept)
+    kept = kept.reshape(-1, heads, pool.shape[-1] // size, size).swapaxes(1, 2)
     sums, kept = convolve(leaves["conv"], x.reshape(tokens, -1), kept.reshape(*kept.shape[:2], -1), batch)
     if "conv_bias" in leaves:
         sums += leaves["conv_bias"].astype(jnp.float32)
     kept = kept.reshape(*kept.shape[:2], heads, size).swapaxes(1, 2)
-    return sums.reshape(x.shape), write_slots(pool, offset, slots.write, kept.reshape(len(kept), *pool.shape[2:]))
+    kept = kept.reshape(len(kept), *pool.shape[2:])
+    return sums.reshape(x.shape), write_rows(pool, offset, slots.write, kept, leaves_pending=slots.leaves_pending)
 
 
 def convolve(

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.core.layers.context import StateSlots
-from jaxserve.core.layers.recurrent import read_slots, write_slots
+from jaxserve.core.layers.recurrent import read_slots, write_rows, write_slots
 from pallas_kernels.spec import BatchMeta
 
 TILE = 64  # tokens
@@ -136,7 +136,7 @@ def run_recurrence(
         pool, out = run_rows(everything, (pool, out))
     elif batch.max_query_len is not None:
         runs, most = _list_runs(batch, slots, pool.shape[1])
-        pool, out = _run_few(rule, num_tokens, offset, runs, most, (pool, out))
+        pool, out = _run_few(rule, offset, runs, most, (pool, out), leaves_pending=slots.leaves_pending)
     else:
         first, tiles, last = _cut(batch, slots, num_tokens, pool.shape[1])
         pool, out = run_rows(first, (pool, out))
@@ -232,11 +232,12 @@ def _run_rows(
 
 def _run_few(
     rule: Recurrence,
-    num_tokens: int,
     offset: int,
     runs: _Runs,
     most: Int[Array, ""] | int,
     carry: tuple[jax.Array, jax.Array],
+    *,
+    leaves_pending: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the pool and the answers after the tokens of these rows, whose states are read and written once.
 
@@ -263,7 +264,7 @@ def _run_few(
             return state, out.at[jnp.where(valid, ids, beyond)].set(answer.astype(out.dtype), mode="drop")
 
         state, out = lax.fori_loop(0, most, run_token, (state, out))
-        return write_slots(pool, offset, home, state), out
+        return write_rows(pool, offset, home, state, leaves_pending=leaves_pending), out
 
     return lax.fori_loop(0, (runs.count + at_once - 1) // at_once, run_some, carry)
 

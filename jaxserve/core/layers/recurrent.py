@@ -51,6 +51,22 @@ def write_slots(pool: jax.Array, offset: int, slots: Int[Array, " n"], state: ja
     return pool.at[offset, slots].set(state.astype(pool.dtype), mode="drop")
 
 
+def write_rows(
+    pool: jax.Array, offset: int, slots: Int[Array, " n"], state: jax.Array, *, leaves_pending: bool
+) -> jax.Array:
+    """Returns the array of a pool after rows [n, ...] of a step, as it is if the step leaves its tokens pending.
+
+    XLA makes of a write to one slot a loop that reads and writes, for which it copies the pool. So a single row has a
+    slot beside it that there is not.
+    """
+    if leaves_pending:
+        return pool
+    if len(slots) == 1:
+        slots = jnp.pad(slots, (0, 1), constant_values=jnp.iinfo(slots.dtype).max)
+        state = jnp.pad(state, ((0, 1), *[(0, 0)] * (state.ndim - 1)))
+    return write_slots(pool, offset, slots, state)
+
+
 def keep_streams(pending: tuple[jax.Array, ...], offset: int, streams: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Returns the pool's arrays with the streams [..., T, C] of a verify step's tokens, of which there may be fewer."""
 

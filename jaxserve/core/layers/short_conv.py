@@ -17,7 +17,7 @@ from jaxserve.core.layers.convolution import convolve
 from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.memory import RecurrentState, StateArray
 from jaxserve.core.layers.norm import NormConfig
-from jaxserve.core.layers.recurrent import read_slots, write_slots
+from jaxserve.core.layers.recurrent import read_slots, write_rows
 from jaxserve.core.sharding import Axes
 from pallas_kernels.spec import BatchMeta
 
@@ -88,4 +88,5 @@ def _mix_here(
     mixed, kept = convolve(leaves["conv"], b * x, read_slots(pool[_INPUTS], offset, slots.read), batch)
     if "conv_bias" in leaves:
         mixed += leaves["conv_bias"].astype(jnp.float32)
-    return c * mixed.astype(x.dtype), {_INPUTS: write_slots(pool[_INPUTS], offset, slots.write, kept)}
+    after = write_rows(pool[_INPUTS], offset, slots.write, kept, leaves_pending=slots.leaves_pending)
+    return c * mixed.astype(x.dtype), {_INPUTS: after}

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.core.layers.stack import LayerStack, stack_params
 from jaxserve.core.runtime import startup
 from jaxserve.core.runtime.arguments import make_compiler
+from jaxserve.core.runtime.buckets import Bucket
 from jaxserve.core.runtime.memory import DeviceUse, plan_cache
 from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.core.runtime.startup import measure_use, start_runner
@@ -28,7 +30,7 @@ from jaxserve.sampling_params import SamplingParams
 from tests.golden_cases import load_case
 
 
-def make_small_shapes(case: str, **options: int) -> Shapes:
+def make_small_shapes(case: str, **options: Any) -> Shapes:
     """Programs are compiled when a step needs them: a runner of all of them takes a minute to build."""
     config = EngineConfig.from_options(
         max_num_seqs=4, max_num_batched_tokens=64, compile="used", compilation_cache_dir="", **options
@@ -57,6 +59,20 @@ def test_copies_of_states_copy_no_pool() -> None:
         assert plan.bytes_per_device > 40 * 2**20
         assert analysis.alias_size_in_bytes >= plan.bytes_per_device
         assert analysis.temp_size_in_bytes < plan.bytes_per_device / 10
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "lfm2"])
+def test_verify_steps_copy_no_states(case: str) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    shapes = make_small_shapes(case, speculative_config=drafts)
+    plan = startup.plan_pools(shapes, budget=0, num_pages=(8,), num_snapshots=100_000)
+    compiler = make_compiler(shapes, plan, make_mesh(1))
+    assert plan.bytes_per_device > 20 * 2**20
+    for rows in (1, 2):
+        for program in (("forward", Bucket(rows * 3, rows, 3)), ("settle", (rows, 3))):
+            analysis = compiler.compile(*program).memory_analysis()
+            assert analysis.alias_size_in_bytes >= plan.bytes_per_device, program
+            assert analysis.temp_size_in_bytes < plan.bytes_per_device / 10, program
 
 
 def test_programs_are_measured_in_threads_that_see_the_devices() -> None:
