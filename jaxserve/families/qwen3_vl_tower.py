@@ -15,22 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.core.layers.activations import ACTIVATIONS, LEARNED
-from jaxserve.core.layers.attention import AttentionConfig
-from jaxserve.core.layers.context import LayerContext, Rotary
-from jaxserve.core.layers.embedding import EmbeddingConfig
-from jaxserve.core.layers.linear import linear
+from jaxserve.core.layers.context import LayerContext
 from jaxserve.core.layers.mlp import MLPConfig, plain_mlp
 from jaxserve.core.layers.norm import NormConfig, normalize
-from jaxserve.core.layers.rope import RopeConfig
-from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, LayerKind, Leaves, Stream, Table
+from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Leaves, Stream, Table
 from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import read_num_layers
-from jaxserve.core.models.hf_config import REQUIRED, HFConfig, check_integer, check_mapping, check_number
-from jaxserve.core.models.layouts import JoinedRows, transpose
+from jaxserve.core.models.hf_config import REQUIRED, HFConfig, check_integer, check_mapping
+from jaxserve.core.models.layouts import transpose
 from jaxserve.core.models.parameters import (
     fused_attention_params,
     linear_params,
@@ -40,6 +35,15 @@ from jaxserve.core.models.parameters import (
     wide_norm_params,
 )
 from jaxserve.core.models.tower import Tower, TowerConfig
+from jaxserve.core.models.tower_parts import (
+    COLOURS,
+    embed_patches,
+    make_blocks,
+    patch_params,
+    read_axial_rope,
+    read_heads,
+    rotate_places,
+)
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.media.items import Grid, MediaItem
 from jaxserve.media.patch_positions import find_places, stretch_table
@@ -63,10 +67,8 @@ KEYS: dict[str, object] = {
     "rope_parameters": None,
 }
 _IGNORED = ("dtype", "torch_dtype")  # the tower has the dtype of the text model
-_ROPE_KEYS = {"rope_type": "axial", "rope_theta": 10000.0}
 _MODULE = "model.visual"
 _NORM = NormConfig(eps=1e-6, centered=True, bias=True, wide=True)
-_COLOURS = 3
 _KEPT_GRIDS = 64  # of 16,384 patches each they have 42 MB
 _MARK = "<|image_pad|>"
 
@@ -74,11 +76,8 @@ _MARK = "<|image_pad|>"
 def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor) -> TowerConfig:
     """Returns the tower that `vision_config` describes; ConfigError names its key."""
     config = HFConfig(check_mapping("vision_config", raw.get("vision_config")), KEYS, _IGNORED, place="vision_config")
-    config.require(in_channels=_COLOURS)
-    hidden, heads = config.integer("hidden_size"), config.integer("num_heads")
-    if hidden % heads or hidden // heads % 4:
-        message = f"{heads} must cut hidden_size {hidden} into heads of a multiple of 4, which rotate by halves"
-        raise ConfigError(message, field="num_heads", value=heads)
+    config.require(in_channels=COLOURS)
+    attention = read_heads(config, "num_heads", bias=True)
     _check_processor(config, processor)
     if config.integer("out_hidden_size") != text.hidden_size:
         message = f"must be the hidden_size of text_config, {text.hidden_size}"
@@ -86,22 +85,10 @@ def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor
     cells = config.integer("num_position_embeddings")
     if math.isqrt(cells) ** 2 != cells:
         raise ConfigError(f"{cells} is no square number", field="num_position_embeddings", value=cells)
-    head_dim, depth = hidden // heads, read_num_layers(config.rename({"num_hidden_layers": "depth"}))
+    depth = read_num_layers(config.rename({"num_hidden_layers": "depth"}))
     activation = config.choice("hidden_act", ACTIVATIONS.keys() - LEARNED.keys())
     mlp = MLPConfig(config.integer("intermediate_size"), activation, bias=True, gated=False)
-    attention = AttentionConfig(heads, heads, head_dim, head_dim**-0.5, qkv_bias=True, out_bias=True, causal=False)
-    blocks = DecoderConfig(
-        family=text.family,
-        hidden_size=hidden,
-        layers=(LayerKind(attention, None, None, mlp),) * depth,
-        norm=_NORM,
-        embedding=EmbeddingConfig(vocab_size=1, tied=True),
-        max_position_embeddings=1,
-        max_model_len=1,
-        eos_token_ids=(),
-        dtype=text.dtype,
-        only_pools=True,
-    )
+    blocks = make_blocks(text, config.integer("hidden_size"), depth, attention, mlp, _NORM)
     return TowerConfig(
         blocks=blocks,
         processor=processor,
@@ -109,7 +96,7 @@ def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor
         merge_size=config.integer("spatial_merge_size"),
         deep_layers=_read_deep_layers(config, min(depth, text.num_layers), depth),
         positions=math.isqrt(cells),
-        rope=_read_rope(config, head_dim),
+        rope=read_axial_rope(config, attention.head_dim // 2),
     )
 
 
@@ -142,17 +129,6 @@ def _read_deep_layers(config: HFConfig, most: int, depth: int) -> tuple[int, ...
     return tuple(layers)
 
 
-def _read_rope(config: HFConfig, head_dim: int) -> RopeConfig:
-    """Returns the rotation of half a head by one coordinate."""
-    given = config.mapping("rope_parameters")
-    for key, value in given.items():
-        if key not in _ROPE_KEYS or (key == "rope_type" and value != _ROPE_KEYS[key]):
-            message = f"{shorten(value)} is not supported; known are {', '.join(map(str, _ROPE_KEYS))} (axial)"
-            raise ConfigError(message, field=f"rope_parameters.{key}", value=value)
-    theta = check_number("rope_parameters.rope_theta", given.get("rope_theta", _ROPE_KEYS["rope_theta"]))
-    return RopeConfig(head_dim // 2, theta)
-
-
 def read_tokens(raw: Mapping[str, Any]) -> ImageTokens:
     """Returns the tokens of an image; the chat template writes those around it."""
     placeholder = check_integer("image_token_id", raw.get("image_token_id"), minimum=0)
@@ -162,13 +138,7 @@ def read_tokens(raw: Mapping[str, Any]) -> ImageTokens:
 def list_params(config: TowerConfig) -> Table:
     """Returns all parameters by dotted path ("layers.0.qkv.weight")."""
     blocks, size = config.blocks, config.blocks.hidden_size
-    kernel = _describe_kernel(config)
-    patch = {f"{_MODULE}.patch_embed.proj": size}
-    shape = (math.prod(kernel), size)
-    table = linear_params(blocks, "patches", patch, shape, (None, None), _flatten_kernel, bias=True)
-    weight = table["patches.weight"]
-    source = replace(weight.source, shapes=((size, *kernel),))
-    table["patches.weight"] = replace(weight, source=source)
+    table = patch_params(blocks, f"{_MODULE}.patch_embed.proj", _describe_kernel(config), bias=True)
     positions = (config.positions**2, size)
     table |= vocab_params(blocks, "positions", f"{_MODULE}.pos_embed", positions, shard_vocab=False)
     for index in range(blocks.num_layers):
@@ -188,12 +158,7 @@ def _describe_kernel(config: TowerConfig) -> tuple[int, int, int, int]:
     """Returns colours, frames, rows and columns of a patch, in the order of its values."""
     shape = config.processor.shape
     assert isinstance(shape, Qwen3VLShape)
-    return _COLOURS, shape.temporal_patch_size, shape.patch_size, shape.patch_size
-
-
-def _flatten_kernel(tensor: np.ndarray) -> JoinedRows:
-    """Returns [values, D] of a convolution's weight [D, colours, frames, rows, columns]; a bias [D] unchanged."""
-    return transpose(tensor if tensor.ndim == 1 else tensor.reshape(len(tensor), -1))
+    return COLOURS, shape.temporal_patch_size, shape.patch_size, shape.patch_size
 
 
 def _list_merger(config: TowerConfig, leaf: str, module: str, norm_size: int) -> Table:
@@ -235,9 +200,11 @@ def run(
 ) -> Float[Array, "M P D"]:
     """Returns the vectors of all squares of patches: of the last layer, then of each deep layer."""
     blocks, pool = config.blocks, ctx.pool
-    x = _embed_patches(config, params["patches"], arrays["patches"], ctx)
+    assert config.rope is not None
+    _, frames, *_ = _describe_kernel(config)
+    x = embed_patches(config, params["patches"], arrays["patches"], ctx, frames=frames)
     x += _mix_positions(params["positions"]["weight"], arrays["cells"], arrays["weights"]).astype(x.dtype)
-    rotary = _rotate_places(config, arrays["places"])
+    rotary = rotate_places(arrays["places"], config.rope.inverse_frequencies(1))
     deep = []
     for index, kind in enumerate(blocks.layers):
         x, pool = pre_norm_layer(blocks, kind, params["layers"][index], x, replace(ctx, rotary=rotary, pool=pool))
@@ -246,32 +213,12 @@ def run(
     return jnp.stack([_merge(config, params["merger"], x, ctx), *deep], axis=1)
 
 
-def _embed_patches(config: TowerConfig, leaf: Leaves, patches: Float[Array, "N values"], ctx: LayerContext) -> Stream:
-    """Returns the stream of patches as bytes, each repeated as the frames that the tower reads at once."""
-    form, (colours, frames, *_) = config.processor.form, _describe_kernel(config)
-    values = patches.reshape(len(patches), colours, 1, -1).astype(jnp.float32) * np.float32(form.rescale_factor)
-    if form.mean is not None and form.std is not None:
-        mean, std = (np.array(each, np.float32)[:, None, None] for each in (form.mean, form.std))
-        values = (values - mean) / std
-    values = values.astype(config.blocks.dtype)
-    repeated = jnp.broadcast_to(values, (len(patches), colours, frames, values.shape[-1]))
-    return linear(ctx, leaf, repeated.reshape(len(patches), -1))
-
-
 def _mix_positions(
     table: Float[Array, "cells D"], cells: Int[Array, "N 4"], weights: Float[Array, "N 4"]
 ) -> Float[Array, "N D"]:
     """Returns the mean of the vectors of each patch's cells, float32. Cells outside count as the nearest one."""
     found = (table.at[cells[:, corner]].get(mode="clip").astype(jnp.float32) for corner in range(cells.shape[1]))
     return sum(vector * weights[:, corner, None] for corner, vector in enumerate(found))
-
-
-def _rotate_places(config: TowerConfig, places: Int[Array, "N 2"]) -> Rotary:
-    """Returns cosines and sines [N, half a head]: angles by the row, then by the column."""
-    assert config.rope is not None
-    frequencies = jnp.asarray(config.rope.inverse_frequencies(1))
-    angles = (places.astype(jnp.float32)[:, :, None] * frequencies).reshape(len(places), -1)
-    return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))  # else XLA makes them anew for each head
 
 
 def _join_squares(config: TowerConfig, x: Float[Array, "N D"]) -> Float[Array, "M wide"]:
