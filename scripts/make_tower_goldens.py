@@ -27,6 +27,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,6 +107,40 @@ _GEMMA_TOWER = {
     "vision_use_head": False,
 }
 _GEMMA_IDS = {"boi_token_index": 78, "eoi_token_index": 79, "image_token_index": 80, "mm_tokens_per_image": 9}
+# A tokenizer has the ids at the ends of rows.
+_PIXTRAL_IDS = {"image_token_index": 80, "vision_feature_layer": -1, "tie_word_embeddings": False}
+_PIXTRAL_SPECIAL = {"[IMG]": 80, "[IMG_BREAK]": 81, "[IMG_END]": 82}
+_PIXTRAL_PROCESSOR = {
+    "size": {"longest_edge": 64},
+    "patch_size": {"height": 4, "width": 4},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "PixtralImageProcessorFast",
+}
+_PIXTRAL_TOWER = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "hidden_act": "silu",
+    "image_size": 64,
+    "intermediate_size": 40,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "patch_size": 4,
+}
+_MISTRAL_TEXT = {
+    "model_type": "mistral",
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-4,
+    "sliding_window": None,
+    "eos_token_id": 2,
+}
 _START, _END, _IMAGE = 78, 79, 80
 
 
@@ -121,16 +156,23 @@ class Case:
     processor: Callable[..., Any]
     run_tower: Callable[[Any, dict[str, Any]], torch.Tensor]  # [M, P, D]
     modules: tuple[str, ...]  # of the model, which have weights
-    token_types: str  # the model's argument that says which tokens are of images
+    token_types: str | None = None  # the model's argument that says which tokens are of images
     pixels: tuple[tuple[int, int], ...] = ((16, 24), (40, 32), (8, 56), (48, 48))
     scales: tuple[tuple[str, float], ...] = ()  # of the text's weights by names: else answers repeat one token
     step: int = 0  # each picture is cut so many pixels to the right of the one before, where all have one size
+    around: dict[str, Any] | None = None  # processor_config.json
+    special: dict[str, int] | None = None  # tokens of the tokenizer, which other cases have none of
 
-    def count_tokens(self, made: dict[str, Any]) -> list[int]:
-        """The placeholders of each picture."""
+    def list_ids(self, made: dict[str, Any]) -> list[list[int]]:
+        """The ids in place of each picture's placeholder."""
         if "image_grid_thw" in made:
-            return [int(grid.prod()) // 4 for grid in made["image_grid_thw"]]
-        return [self.settings["image_seq_length"]] * len(made.get("pixel_values", ()))
+            return [[_IMAGE] * (int(grid.prod()) // 4) for grid in made["image_grid_thw"]]
+        if self.special is None or self.around is None:
+            return [[_IMAGE] * self.settings.get("image_seq_length", 0)] * len(made.get("pixel_values", ()))
+        _, row_end, end = self.special.values()
+        edge = self.around["patch_size"] * self.around.get("spatial_merge_size", 1)
+        sizes = (size // edge for size in made.get("image_sizes", ()))
+        return [[*(([_IMAGE] * int(columns) + [row_end]) * int(rows))[:-1], end] for rows, columns in sizes]
 
     def draw(self, index: int) -> np.ndarray:
         """A picture [height, width, 3] uint8."""
@@ -147,11 +189,34 @@ def run_gemma(model: Any, made: dict[str, Any]) -> torch.Tensor:
     return model.get_image_features(made["pixel_values"], return_dict=True).pooler_output.transpose(0, 1)
 
 
+def run_pixtral(model: Any, made: dict[str, Any]) -> torch.Tensor:
+    return model.model.get_image_features(**made, return_dict=True).pooler_output[0][:, None]
+
+
 def make_qwen(architecture: str, vision: dict[str, Any], text: dict[str, Any]) -> Case:
     modules = ("model.visual", "model.language_model", "lm_head")
     types = "mm_token_type_ids"
     kind = Qwen2VLImageProcessorPil
     return Case(architecture, _TOWER | vision, text, _IDS, _QWEN_PROCESSOR, kind, run_qwen, modules, types)
+
+
+def make_pixtral(
+    architecture: str, text: dict[str, Any], keys: dict[str, Any], merge_size: int, pixels: tuple[tuple[int, int], ...]
+) -> Case:
+    modules = ("model.vision_tower", "model.multi_modal_projector", "model.language_model", "lm_head")
+    return Case(
+        architecture,
+        _PIXTRAL_TOWER,
+        text,
+        _PIXTRAL_IDS | keys,
+        _PIXTRAL_PROCESSOR,
+        PixtralImageProcessorPil,
+        run_pixtral,
+        modules,
+        around={"patch_size": 4, "spatial_merge_size": merge_size, "image_token": "[IMG]"},
+        special=_PIXTRAL_SPECIAL,
+        pixels=pixels,
+    )
 
 
 # Heads of 12 are no multiple of what kernels take; those of 16 are.
@@ -175,6 +240,14 @@ CASES: dict[str, Case] = {
         ((84, 84),) * 4,
         scales=(("embed_tokens", 0.3), ("q_norm", 3.0)),
         step=5,
+    ),
+    "mistral3": make_pixtral("Mistral3", _MISTRAL_TEXT, {}, 2, ((16, 24), (40, 32), (8, 56), (48, 48))),
+    "llava": make_pixtral(
+        "Llava",
+        _MISTRAL_TEXT | {"num_hidden_layers": 1},
+        {"vision_feature_select_strategy": "full"},
+        1,
+        ((8, 12), (20, 16), (4, 28), (24, 24)),
     ),
 }
 _NUM_GREEDY = 64
@@ -210,12 +283,12 @@ def record_prompts(case: Case, model: Any) -> dict[str, np.ndarray]:
     for name, parts in PROMPTS.items():
         short, pictures = make_ids(parts)
         made = process(case, [case.draw(index) for index in pictures]) if pictures else {}
-        counts = iter(case.count_tokens(made))
-        ids = [token for each in short for token in ([each] * next(counts) if each == _IMAGE else [each])]
+        shown = iter(case.list_ids(made))
+        ids = [token for each in short for token in (next(shown) if each == _IMAGE else [each])]
         greedy: list[int] = []
         for _ in range(_NUM_GREEDY):
             tokens = torch.tensor([[*ids, *greedy]])
-            types = {case.token_types: (tokens == _IMAGE).int()}
+            types = {} if case.token_types is None else {case.token_types: (tokens == _IMAGE).int()}
             logits = model(tokens, use_cache=False, **types, **made).logits[0]
             if not greedy:
                 arrays[f"{name}_logits"] = logits.numpy()
@@ -229,7 +302,7 @@ def process(case: Case, pictures: list[np.ndarray]) -> dict[str, Any]:
     """The model's arguments for pictures."""
     images = [Image.fromarray(picture) for picture in pictures]
     made = dict(case.processor(**case.settings)(images=images, return_tensors="pt", do_convert_rgb=True))
-    return {name: made[name] for name in ("pixel_values", "image_grid_thw") if name in made}
+    return {name: made[name] for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in made}
 
 
 @torch.no_grad()
@@ -241,24 +314,39 @@ def record(case: Case, model: Any) -> dict[str, np.ndarray]:
         made = process(case, [pixels])
         if "image_grid_thw" in made:
             assert made["image_grid_thw"].tolist() == [[1, size[0] // 4, size[1] // 4]]
+        if "image_sizes" in made:
+            assert made["image_sizes"].tolist() == [list(size)]
         arrays |= {f"pixels_{index}": pixels, f"vectors_{index}": case.run_tower(model, made).numpy()}
     return arrays
 
 
+_PUBLISHED = {
+    "model.language_model.": "language_model.model.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "model.vision_tower.": "vision_tower.",
+    "lm_head.": "language_model.lm_head.",
+}
+# The head of this one is its table of embeddings.
+_RENAMED = {"gemma3": _PUBLISHED | {"model.vision_tower.": "vision_tower.vision_model.", "lm_head.": ""}}
+_RENAMED |= {"mistral3": _PUBLISHED, "llava": _PUBLISHED}
+
+
 def publish(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors as published checkpoints have them: under their names, and matrices of experts as [E, in, out]."""
-    state = model.state_dict().items()
-    tensors = {key: (tensor.mT if ".mlp.experts." in key else tensor).contiguous() for key, tensor in state}
-    if model.config.model_type != "gemma3":
-        return tensors
-    renamed = {"model.vision_tower.": "vision_tower.vision_model.", "model.language_model.": "language_model.model."}
-    renamed["model.multi_modal_projector."] = "multi_modal_projector."
-    named = {}
-    for key, tensor in tensors.items():
-        for old, new in renamed.items():
-            if key.startswith(old):
-                named[key.replace(old, new, 1)] = tensor
-    return named  # the head is the table of embeddings
+    """The tensors under the names that published checkpoints have."""
+    tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    renamed = _RENAMED.get(model.config.model_type)
+    if renamed is None:  # experts are published as [in, out]
+        return {key: each.mT.contiguous() if ".experts." in key else each for key, each in tensors.items()}
+    changes = [(key, *each) for key in tensors for each in renamed.items() if key.startswith(each[0]) and each[1]]
+    return {key.replace(old, new, 1): tensors[key] for key, old, new in changes}
+
+
+def write_tokenizer(path: Path, special: dict[str, int]) -> None:
+    """Writes a tokenizer of single letters with special tokens."""
+    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": token_id, "content": text, **flags} for text, token_id in special.items()]
+    vocab = {chr(ord("0") + token_id): token_id for token_id in range(min(special.values()))}
+    path.write_text(json.dumps({"added_tokens": added, "model": {"type": "BPE", "vocab": vocab, "merges": []}}) + "\n")
 
 
 def main() -> None:
@@ -275,6 +363,10 @@ def main() -> None:
         config.architectures, config.dtype = [f"{case.architecture}ForConditionalGeneration"], torch.float32
         config.save_pretrained(folder)
         (folder / "preprocessor_config.json").write_text(json.dumps(case.settings, indent=1) + "\n")
+        if case.around is not None:
+            (folder / "processor_config.json").write_text(json.dumps(case.around, indent=1) + "\n")
+        if case.special is not None:
+            write_tokenizer(folder / "tokenizer.json", case.special)
         options = {"attn_implementation": "eager", "dtype": torch.float32}
         model = AutoModelForImageTextToText.from_config(config, **options).eval()
         for part in case.modules:

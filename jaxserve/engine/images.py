@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.model_files import ModelFiles
-from jaxserve.errors import ConfigError, InvalidRequestError, MissingPackageError, shorten
+from jaxserve.errors import ConfigError, InvalidRequestError, MissingPackageError, TokenizerError, shorten
 from jaxserve.media.decode import ImageLimits, require_pillow
 from jaxserve.media.items import MediaItem, PromptImages
 from jaxserve.media.loader import Admit, ImageLoader
@@ -20,7 +20,7 @@ from jaxserve.media.parts import ImagePart
 from jaxserve.media.processors import ImageProcessor, read_processor
 from jaxserve.media.processors.qwen3_vl import Qwen3VLShape
 from jaxserve.media.processors.settings import read_settings
-from jaxserve.media.prompt import locate_images
+from jaxserve.media.prompt import ImageTokens, locate_images
 from jaxserve.media.reader import MAX_PROCESSES, ImageReader
 from jaxserve.media.sources import MediaSources, SourceOptions
 
@@ -78,7 +78,21 @@ def choose_images(
     processor, max_patches = _limit_patches(processor, media.max_num_batched_patches, model.max_model_len)
     shape = processor.shape
     merge_size = shape.merge_size if isinstance(shape, Qwen3VLShape) else None
-    return ImageOptions(processor, tower.tokens(files.hf_config), max_patches, media.num_images, merge_size)
+    tokens = _read_tokens(config, folder, tower.tokens(files.hf_config))
+    return ImageOptions(processor, tokens, max_patches, media.num_images, merge_size)
+
+
+def _read_tokens(config: EngineConfig, folder: Path, tokens: ImageTokens) -> ImageTokens:
+    """Returns the tokens of images; the tokenizer is read where it alone knows the ids of some."""
+    from jaxserve.tokenizers import load_tokenizer
+
+    if tokens.row_end is None:
+        return tokens
+    try:
+        return tokens.find_ids(load_tokenizer(config.model.tokenizer or folder).special_tokens)
+    except TokenizerError as error:
+        message = f"the ends of an image's rows are tokens whose ids it has: {error}; {_SERVE_TEXT}"
+        raise ConfigError(message, field="tokenizer", value=config.model.tokenizer) from error
 
 
 def _make_sources(config: EngineConfig) -> MediaSources:
@@ -114,9 +128,10 @@ def _limit_patches(processor: ImageProcessor, given: int | None, max_model_len: 
 
 def describe_images(options: ImageOptions) -> str:
     """Returns a line about what images cost at most."""
-    shape = options.processor.shape
+    shape, tokens = options.processor.shape, options.tokens
+    ends = "" if tokens.row_end is None else " beside those at the ends of rows"
     return (
-        f"images: at most {shape.most_tokens:,} tokens and {shape.most_patches:,} patches each, "
+        f"images: at most {shape.most_tokens:,} tokens{ends} and {shape.most_patches:,} patches each, "
         f"{options.max_patches:,} patches a step, {options.num_images:,} images a request (limit_mm_per_prompt)"
     )
 

@@ -1,4 +1,8 @@
-"""Mistral: Llama with a sliding window on every layer, if the file gives one."""
+"""Mistral: Llama with a sliding window on every layer, if the file gives one.
+
+Of checkpoints with Pixtral's tower, those of Mistral Small 3.1 and later ("mistral3") and of Pixtral itself, which are
+published as "llava", the language model is this one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,9 @@ from jaxserve.core.models.common import (
     read_rope,
 )
 from jaxserve.core.models.hf_config import HFConfig
+from jaxserve.core.models.trunk import DEFAULT_TRUNK
 from jaxserve.families import llama
+from jaxserve.families.multimodal import serve_as_text
 
 KEYS = DECODER_KEYS | {
     "num_key_value_heads": 8,
@@ -35,4 +41,26 @@ def parse(config: HFConfig) -> DecoderConfig:
 
 FAMILY = Family(
     "mistral", "MistralForCausalLM", KEYS, parse, pre_norm_layer, llama.list_layer_params, headless=("MistralModel",)
+)
+
+_VISION_KEYS = (
+    *("vision_config", "image_token_index", "image_token_id", "multimodal_projector_bias", "projector_hidden_act"),
+    *("vision_feature_layer", "vision_feature_select_strategy", "spatial_merge_size", "image_seq_length"),
+    "ignore_index",  # of losses
+)
+TOWERS = ("vision_tower", "multi_modal_projector")
+
+MULTIMODAL_FAMILY, PIXTRAL_FAMILY = (
+    serve_as_text(
+        FAMILY,
+        name,
+        architecture,
+        ignored_keys=_VISION_KEYS,
+        towers=TOWERS,
+        trunk=DEFAULT_TRUNK.below("language_model"),
+    )
+    for name, architecture in (
+        ("mistral3", "Mistral3ForConditionalGeneration"),
+        ("llava", "LlavaForConditionalGeneration"),
+    )
 )

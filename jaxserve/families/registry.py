@@ -81,6 +81,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         llama.FAMILY,
         mistral.FAMILY,
+        mistral.MULTIMODAL_FAMILY,
+        mistral.PIXTRAL_FAMILY,
         qwen2.FAMILY,
         qwen3.FAMILY,
         gemma2.FAMILY,

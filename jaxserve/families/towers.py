@@ -8,14 +8,16 @@ from typing import Any
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.models.tower import Tower, TowerConfig
 from jaxserve.errors import ConfigError
-from jaxserve.families import gemma3_tower, qwen3_vl_tower
-from jaxserve.families.registry import spec_tree
+from jaxserve.families import gemma3_tower, pixtral_tower, qwen3_vl_tower
+from jaxserve.families.registry import FAMILIES, spec_tree
 from jaxserve.media.processors import ImageProcessor
 
 TOWERS: Mapping[str, Tower] = {
     "gemma3": gemma3_tower.TOWER,
     "qwen3_vl": qwen3_vl_tower.TOWER,
     "qwen3_vl_moe": qwen3_vl_tower.TOWER,
+    "mistral3": pixtral_tower.TOWER,
+    "llava": pixtral_tower.TOWER,
 }
 """The towers by the `model_type` of families that read images."""
 
@@ -24,12 +26,13 @@ def parse_tower(raw: Mapping[str, Any], text: DecoderConfig, processor: ImagePro
     """Returns the tower of a config.json, whose family must have one, for its text model.
 
     Raises:
-        ConfigError: a key of `vision_config` is unknown or malformed, or does not fit the text model or the processor.
+        ConfigError: a key of `vision_config`, or one around it that is for images, is unknown or malformed, or does not
+            fit the text model or the processor.
     """
     try:
         return TOWERS[text.family].parse(raw, text, processor)
     except ConfigError as error:
-        if error.field in raw:
+        if error.field in FAMILIES[text.family].ignored_keys:
             raise
         message = str(error).removeprefix(f"{error.field}: ")
         raise ConfigError(message, field=f"vision_config.{error.field}", value=error.value) from error

@@ -7,10 +7,11 @@ steps read of all images of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
-from jaxserve.errors import InvalidRequestError, TokenizerError
+from jaxserve.errors import ConfigError, InvalidRequestError, TokenizerError
 from jaxserve.media.items import MediaItem, MediaSpan, PromptImages
 from jaxserve.media.positions import find_positions
 
@@ -24,10 +25,27 @@ class ImageTokens:
     placeholder_id: int
     before: str = ""  # text around the placeholders that the template leaves to the processor
     after: str = ""
-    row_end_id: int | None = None  # behind each row but the last; None: rows have no end
-    end_id: int | None = None  # behind the last row
+    row_end: str | None = None  # behind each row but the last; None: rows have no end
+    end: str | None = None  # behind the last row
+    row_end_id: int | None = None  # the ids of both, which `find_ids` finds
+    end_id: int | None = None
     apart: bool = False  # between the placeholders of two images there must be another token
     merge_size: int = 1  # patches of a row, and rows, that are one placeholder; read only where rows have an end
+
+    def find_ids(self, special_tokens: Mapping[str, int]) -> Self:
+        """Returns the tokens with the ids of those at the ends of rows.
+
+        Raises:
+            ConfigError: the tokenizer has no such special token, or another id for the placeholder.
+        """
+        for text in (self.placeholder, self.row_end, self.end):
+            if text is not None and text not in special_tokens:
+                raise ConfigError(f"has no special token {text!r}, which prompts with images have", field="tokenizer")
+        if (found := special_tokens[self.placeholder]) != self.placeholder_id:
+            message = f"has {self.placeholder!r} as {found}, and config.json as {self.placeholder_id}"
+            raise ConfigError(message, field="tokenizer", value=found)
+        row_end_id, end_id = (None if text is None else special_tokens[text] for text in (self.row_end, self.end))
+        return replace(self, row_end_id=row_end_id, end_id=end_id)
 
     def write(self, text: str, num_images: int) -> str:
         """Returns a rendered conversation with one placeholder for each image.

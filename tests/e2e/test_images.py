@@ -26,8 +26,9 @@ from tests.e2e.image_prompts import (
 )
 from tests.e2e.test_fast_equals_slow import make_mixed_params
 
-MODELS = ("qwen3_vl", "qwen3_vl_moe", "gemma3")
+MODELS = ("qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3")
 THOROUGH = pytest.mark.thorough
+OTHERS = tuple(pytest.param(name, marks=THOROUGH) for name in ("llava",))
 CLOSE = 1e-4
 PROMPTS = make_mixed_prompts(8)
 PARAMS = make_mixed_params(8)
@@ -45,7 +46,7 @@ def alone(engines: Engines) -> list[list[int]]:
     return [answer(whole, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *OTHERS])
 def test_logits_and_tokens_are_those_of_transformers(model: str, engines: Engines) -> None:
     """In chunks, which cut images where they may, beside each other."""
     golden, llm, num_cut = load_prompts(model), engines.get(make_seeing, model), 0
@@ -61,7 +62,7 @@ def test_logits_and_tokens_are_those_of_transformers(model: str, engines: Engine
     assert (num_cut >= 2) == (model != "gemma3"), "chunks that end inside an image"
 
 
-@pytest.mark.parametrize("model", [MODELS[0], pytest.param(MODELS[1], marks=THOROUGH), MODELS[2]])
+@pytest.mark.parametrize("model", [MODELS[0], pytest.param(MODELS[1], marks=THOROUGH), *MODELS[2:], *OTHERS])
 def test_every_token_of_a_prompt_has_the_logits_of_transformers(model: str, engines: Engines) -> None:
     """As log-probabilities of the prompt, in which a placeholder is a token as any other."""
     golden, llm = load_prompts(model), engines.get(make_seeing, model)

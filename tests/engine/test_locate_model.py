@@ -91,9 +91,9 @@ CASES: dict[str, tuple[Mapping[str, object], str, tuple[str, ...]]] = {
     "pickles alone": ({"model.pth": b""}, "model", ("model.pth is a pickle", "convert it to safetensors")),
     "nothing": ({}, "config.json", ("there is no config.json",)),
     "llava": (
-        other("llava", "LlavaForConditionalGeneration", vision_config={"x": 1}, text_config={"model_type": "llama"}),
+        other("llava_next", "LlavaNextForConditionalGeneration", vision_config={"x": 1}, text_config={}),
         "model_type",
-        ("'llava'", "reads images or sound; give a text-only checkpoint", "known are llama, mistral"),
+        ("'llava_next'", "reads images or sound; give a text-only checkpoint", "known are llama, mistral"),
     ),
     "qwen2.5-vl": (
         other("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", text_config={"hidden_size": 64}),

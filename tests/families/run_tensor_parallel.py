@@ -178,6 +178,7 @@ def check_head() -> None:
 SPLIT_BY_ROWS = {  # a matrix of each tower
     "qwen3_vl": lambda params: params["merger"]["down"],
     "gemma3": lambda params: params["layers"][1]["down"],
+    "mistral3": lambda params: params["projector"]["down"],
 }
 
 

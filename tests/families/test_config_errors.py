@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from jaxserve.core.layers.norm import normalize
 from jaxserve.core.models.hf_config import HFConfig, override_config
 from jaxserve.errors import ConfigError
-from jaxserve.families.registry import FAMILIES, parse_config, weight_sources
+from jaxserve.families.registry import FAMILIES, ignored_weights, parse_config, weight_sources
 from tests.examples import scale_examples
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -318,6 +320,24 @@ def test_multimodal_gemma3_is_read_for_its_decoder():
     assert (config.eos_token_ids, config.dtype) == ((1, 106), "bfloat16")
     assert refused_field(outer | {"text_config": text | {"model_type": "llama"}}) == "text_config.model_type"
     assert refused_field(outer | {"text_config": text | {"experts": 2}}) == "experts"
+
+
+@pytest.mark.parametrize("name", ["mistral3", "llava"])
+def test_checkpoints_with_pixtrals_tower_have_mistrals_text(name: str):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 128, "head_dim": 32}
+    text = {"model_type": "mistral", "sliding_window": None, **sizes}
+    outer = {"model_type": name, "text_config": text | {"is_composition": True}, "vision_config": {"x": 1}}
+    outer |= {"image_token_index": 10, "vision_feature_layer": -1, "torch_dtype": "bfloat16"}
+    config, plain = parse_config(outer), parse_config(text | {"torch_dtype": "bfloat16"})
+    assert replace(config, family=plain.family) == plain
+    names = {name for source in weight_sources(config).values() for name in source.names}
+    assert "language_model.lm_head.weight" in names
+    assert all(name.startswith(("language_model.model.", "language_model.lm_head.")) for name in names)
+    for tensor in ("vision_tower.patch_conv.weight", "multi_modal_projector.linear_1.weight"):
+        assert any(re.fullmatch(pattern, tensor) for pattern in ignored_weights(config))
+    for other in ("llama", "ministral3", "mistral4"):
+        assert refused_field(outer | {"text_config": text | {"model_type": other}}) == "text_config.model_type"
 
 
 class RecordingKeys(dict):

@@ -100,6 +100,85 @@ def test_tokens_around_images_of_gemma() -> None:
         tower.tokens({"image_token_index": "7"})
 
 
+@pytest.mark.parametrize(("name", "merge_size"), [("mistral3", 2), ("llava", 1)])
+def test_rows_of_pixtrals_images_have_ends(name: str, merge_size: int) -> None:
+    tower, item = TOWERS[name], read_images(name)[0][1]
+    tokens = tower.tokens(read_raw(name)).find_ids({"[IMG]": 80, "[IMG_BREAK]": 81, "[IMG_END]": 82})
+    (rows, columns) = (size // merge_size for size in item.grid[1:])
+    ids, _ = tokens.expand([5, 80, 6], [item])
+    assert ids == [5, *[*[80] * columns, 81] * (rows - 1), *[80] * columns, 82, 6]
+    assert tokens.count(item) == item.num_tokens + rows
+    with pytest.raises(ConfigError, match="image_token_id"):
+        tower.tokens({"model_type": name})
+
+
+def test_pixtrals_towers_share_their_parts() -> None:
+    """Of one number of patches a side: the projector of Mistral Small 3 joins squares, behind the text model's norm."""
+    merging, plain = read_tower("mistral3"), read_tower("llava")
+    assert (merging.merge_size, plain.merge_size) == (2, 1)
+    assert merging.merger_norm is not None and merging.merger_norm.eps == 1e-4 and plain.merger_norm is None
+    assert merging.projector is not None and not merging.projector.bias
+    assert plain.projector is not None and plain.projector.bias
+
+
+PIXTRAL_FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "clip_vision_model"}, "vision_config.model_type"),
+    ({"num_hidden_layers": 10**9}, "vision_config.num_hidden_layers"),
+    ({"num_attention_heads": 5}, "vision_config.num_attention_heads"),
+    ({"head_dim": 64}, "vision_config.head_dim"),
+    ({"hidden_act": "prelu"}, "vision_config.hidden_act"),
+    ({"num_channels": 1}, "vision_config.num_channels"),
+    ({"patch_size": 8}, "vision_config.patch_size"),
+    ({"rope_theta": 0}, "vision_config.rope_theta"),
+    ({"rope_parameters": {"rope_type": "default"}}, "vision_config.rope_parameters.rope_type"),
+    ({"window_size": 112}, "vision_config.window_size"),
+]
+# The keys around `vision_config`; None: the file has none, and the default is for another tower.
+AROUND_FAULTS: list[tuple[str, dict[str, Any], str]] = [
+    ("mistral3", {"spatial_merge_size": 1}, "spatial_merge_size"),
+    ("mistral3", {"vision_feature_layer": -2}, "vision_feature_layer"),
+    ("mistral3", {"vision_feature_layer": [-1, -2]}, "vision_feature_layer"),
+    ("mistral3", {"projector_hidden_act": "prelu"}, "projector_hidden_act"),
+    ("mistral3", {"multimodal_projector_bias": 1}, "multimodal_projector_bias"),
+    ("mistral3", {"vision_config": 5}, "vision_config"),
+    ("llava", {"vision_feature_layer": None}, "vision_feature_layer"),
+    ("llava", {"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy"),
+    ("llava", {"vision_feature_select_strategy": None}, "vision_feature_select_strategy"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "field"),
+    [*(("mistral3", {"vision_config": keys}, field) for keys, field in PIXTRAL_FAULTS), *AROUND_FAULTS],
+    ids=lambda value: str(value)[:40],
+)
+def test_faults_of_pixtrals_config_are_named(name: str, keys: dict[str, Any], field: str) -> None:
+    raw = read_raw(name)
+    text, processor = parse_config(raw), find_processor(name)
+    if isinstance(keys.get("vision_config"), dict):
+        keys = {"vision_config": raw["vision_config"] | keys["vision_config"]}
+    changed = {key: value for key, value in (raw | keys).items() if value is not None}
+    with pytest.raises(ConfigError) as caught:
+        parse_tower(changed, text, processor)
+    assert caught.value.field == field
+
+
+def test_published_forms_of_pixtrals_config_are_read() -> None:
+    """Older files have the base of the rotation beside the other keys, and Pixtral's leave out what is the default."""
+    raw = read_raw("mistral3")
+    vision = {key: value for key, value in raw["vision_config"].items() if key != "rope_parameters"}
+    older = raw | {"vision_config": vision | {"rope_theta": 10000.0, "is_composition": True}}
+    assert parse_tower(older, parse_config(older), find_processor("mistral3")) == read_tower("mistral3")
+    defaults = parse_tower(
+        read_raw("llava") | {"vision_config": {"model_type": "pixtral", "patch_size": 4, "hidden_act": "silu"}},
+        parse_config(read_raw("llava")),
+        find_processor("llava"),
+    ).blocks
+    attention = defaults.layers[0].mixer
+    assert (defaults.hidden_size, defaults.num_layers) == (1024, 24)
+    assert (attention.num_heads, attention.head_dim) == (16, 64)
+
+
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"depth": None}, "depth"),
     ({"depth": 10**9}, "depth"),

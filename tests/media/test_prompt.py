@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.errors import InvalidRequestError, TokenizerError
+from jaxserve.errors import ConfigError, InvalidRequestError, TokenizerError
 from jaxserve.media.items import MediaItem, MediaSpan
 from jaxserve.media.patch_positions import find_places, stretch_table
 from jaxserve.media.positions import find_positions
@@ -26,7 +26,11 @@ GEMMA = ImageTokens(
     after="<end_of_image>\n\n",
     apart=True,
 )
-PIXTRAL = ImageTokens(mark="[IMG]", placeholder="[IMG]", placeholder_id=9, row_end_id=7, end_id=8, merge_size=2)
+ENDS = {"[IMG]": 9, "[IMG_BREAK]": 7, "[IMG_END]": 8}
+UNREAD = ImageTokens(
+    mark="[IMG]", placeholder="[IMG]", placeholder_id=9, row_end="[IMG_BREAK]", end="[IMG_END]", merge_size=2
+)
+PIXTRAL = UNREAD.find_ids(ENDS)
 
 
 def make_item(rows: int, columns: int, merge: int = 2, mark: int = 0) -> MediaItem:
@@ -78,6 +82,20 @@ def test_rows_have_ends_where_the_family_has_them() -> None:
 def test_another_number_of_images_than_placeholders_is_refused(count: int) -> None:
     with pytest.raises(InvalidRequestError, match="1 placeholders"):
         QWEN.expand([1, 9], [make_item(2, 2)] * count)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ({"[IMG]": 9, "[IMG_BREAK]": 7}, r"no special token '\[IMG_END\]'"),
+        ({"[IMG_BREAK]": 7, "[IMG_END]": 8}, r"no special token '\[IMG\]'"),
+        (ENDS | {"[IMG]": 10}, "as 10, and config.json as 9"),
+    ],
+)
+def test_a_tokenizer_without_the_ends_of_rows_is_refused(tokens: dict[str, int], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        UNREAD.find_ids(tokens)
+    assert caught.value.field == "tokenizer"
 
 
 @pytest.mark.parametrize("golden", GOLDENS["positions"], ids=lambda golden: str(golden["prompt"]))

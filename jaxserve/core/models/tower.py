@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.core.layers.context import LayerContext
+from jaxserve.core.layers.mlp import MLPConfig
+from jaxserve.core.layers.norm import NormConfig
 from jaxserve.core.layers.rope import RopeConfig
 from jaxserve.core.models.base import DecoderConfig, Table
 from jaxserve.media.items import MediaItem
@@ -26,8 +28,9 @@ class TowerConfig:
     of the text model. `merge_size`: a square of so many patches on each side is one vector. The outputs of
     `deep_layers` (ascending) become vectors, too, which are added behind the text model's first layers, one for each.
     `positions` is the side of a square table of positions. `rope` rotates each half of a head by a coordinate of the
-    patch. With `mutual` the tokens of an image see each other in the text model, wherever they are in it. The images of
-    a step have at most `max_patches`.
+    patch. The vectors of Pixtral's towers go through a `projector`, behind a norm of their own (`merger_norm`) and a
+    product that joins a square's patches, if there is one. With `mutual` the tokens of an image see each other in the
+    text model, wherever they are in it. The images of a step have at most `max_patches`.
     """
 
     blocks: DecoderConfig
@@ -37,6 +40,8 @@ class TowerConfig:
     deep_layers: tuple[int, ...] = ()
     positions: int = 0
     rope: RopeConfig | None = None
+    projector: MLPConfig | None = None
+    merger_norm: NormConfig | None = None
     mutual: bool = False
     max_patches: int = 0
 
@@ -53,8 +58,8 @@ class Tower:
     `processor` is a key of `media.processors.FAMILIES`. `modules` are those of the checkpoint that hold all parameters.
     `parse` reads config.json for a text model, whose dtype the tower gets; its errors name keys of `vision_config`, or
     of the file around it. `tokens` are those by which prompts show an image. `table` returns the parameters under
-    canonical names. `arrange` makes the arrays of a batch of images of its items, by name,
-    each [N, ...] for their N patches in a row; `inputs` describes them for N patches, a multiple of those of a vector.
+    canonical names. `arrange` makes the arrays of a batch of images of its items, by name, each [N, ...] for their N
+    patches in a row; `inputs` describes them for N patches, a multiple of those of a vector.
     `run` computes these arrays, padded, in a context that has a batch whose rows are the images, a pool for the blocks'
     pages, and no rotation.
     """
