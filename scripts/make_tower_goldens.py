@@ -74,7 +74,33 @@ _TEXT = {
     },
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED = {"shared_expert_intermediate_size": 24}
 _IDS = {"image_token_id": 80, "video_token_id": 81, "vision_start_token_id": 78, "vision_end_token_id": 79}
+# Layers with a state beside attention, of whose heads a half rotates.
+_HYBRID_TEXT = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+_PLAIN_TOWER = {"hidden_size": 32, "num_heads": 2, "depth": 2, "out_hidden_size": 32}
 _GEMMA_PROCESSOR = {
     "size": {"height": 84, "width": 84},
     "image_seq_length": 9,
@@ -182,7 +208,7 @@ class Case:
 
 def run_qwen(model: Any, made: dict[str, Any]) -> torch.Tensor:
     found = model.model.visual(made["pixel_values"], made["image_grid_thw"])
-    return torch.stack([found.pooler_output, *found.deepstack_features], dim=1)
+    return torch.stack([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=1)
 
 
 def run_gemma(model: Any, made: dict[str, Any]) -> torch.Tensor:
@@ -197,7 +223,10 @@ def make_qwen(architecture: str, vision: dict[str, Any], text: dict[str, Any]) -
     modules = ("model.visual", "model.language_model", "lm_head")
     types = "mm_token_type_ids"
     kind = Qwen2VLImageProcessorPil
-    return Case(architecture, _TOWER | vision, text, _IDS, _QWEN_PROCESSOR, kind, run_qwen, modules, types)
+    tower = _TOWER | vision
+    if "layer_types" in text:
+        del tower["deepstack_visual_indexes"]
+    return Case(architecture, tower, text, _IDS, _QWEN_PROCESSOR, kind, run_qwen, modules, types)
 
 
 def make_pixtral(
@@ -227,6 +256,8 @@ CASES: dict[str, Case] = {
         {"hidden_size": 32, "num_heads": 2, "depth": 2, "deepstack_visual_indexes": [0]},
         _TEXT | _EXPERTS,
     ),
+    "qwen3_5": make_qwen("Qwen3_5", _PLAIN_TOWER, _HYBRID_TEXT),
+    "qwen3_5_moe": make_qwen("Qwen3_5Moe", _PLAIN_TOWER | {"depth": 1}, _HYBRID_TEXT | _EXPERTS | _SHARED),
     "gemma3": Case(
         "Gemma3",
         _GEMMA_TOWER,
@@ -335,8 +366,9 @@ def publish(model: Any) -> dict[str, torch.Tensor]:
     """The tensors under the names that published checkpoints have."""
     tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
     renamed = _RENAMED.get(model.config.model_type)
-    if renamed is None:  # experts are published as [in, out]
-        return {key: each.mT.contiguous() if ".experts." in key else each for key, each in tensors.items()}
+    if renamed is None:
+        turned = ".experts." if model.config.model_type == "qwen3_vl_moe" else None  # they are published as [in, out]
+        return {key: each.mT.contiguous() if turned and turned in key else each for key, each in tensors.items()}
     changes = [(key, *each) for key in tensors for each in renamed.items() if key.startswith(each[0]) and each[1]]
     return {key.replace(old, new, 1): tensors[key] for key, old, new in changes}
 
@@ -374,6 +406,8 @@ def main() -> None:
         with torch.no_grad():
             for key, parameter in model.model.language_model.named_parameters():
                 parameter.mul_(math.prod(scale for part, scale in case.scales if part in key))
+                if key.endswith("A_log"):
+                    parameter.sub_(2.0)  # states that last for some tokens
             model.lm_head.weight[_START:] = 0  # no answer has a token of images
         save_file(publish(model), folder / "model.safetensors", {"format": "pt"})
         np.savez_compressed(folder / "golden.npz", **record(case, model), **record_prompts(case, model))

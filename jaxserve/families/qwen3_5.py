@@ -1,6 +1,6 @@
 """Qwen 3.5, 3.6 and 3.8, dense and with experts: Qwen3-Next's layers with projections that are stored one by one.
 
-Of multimodal checkpoints ("qwen3_5", "qwen3_5_moe") only the language model is read.
+Of checkpoints that read images ("qwen3_5", "qwen3_5_moe") this is the language model.
 """
 
 from __future__ import annotations

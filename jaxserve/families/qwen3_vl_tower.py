@@ -1,5 +1,7 @@
 """The tower of Qwen3-VL: a transformer over patches, whose output and some of its layers become vectors for the text.
 
+That of Qwen 3.5 and later is the same without deep layers.
+
 Parameters, beside those of the layers: `patches` [values of a patch in all frames, D] and its bias; `positions`
 [side * side, D]; `merger`, and `deep_0` and so on for the deep layers, each with `norm`, `up` and `down`.
 """
@@ -66,6 +68,7 @@ KEYS: dict[str, object] = {
     "deepstack_visual_indexes": REQUIRED,
     "rope_parameters": None,
 }
+_PLAIN_KEYS = KEYS | {"deepstack_visual_indexes": []}
 _IGNORED = ("dtype", "torch_dtype")  # the tower has the dtype of the text model
 _MODULE = "model.visual"
 _NORM = NormConfig(eps=1e-6, centered=True, bias=True, wide=True)
@@ -75,8 +78,13 @@ _MARK = "<|image_pad|>"
 
 def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor) -> TowerConfig:
     """Returns the tower that `vision_config` describes; ConfigError names its key."""
-    config = HFConfig(check_mapping("vision_config", raw.get("vision_config")), KEYS, _IGNORED, place="vision_config")
-    config.require(in_channels=COLOURS)
+    has_deep_layers = text.family.startswith("qwen3_vl")
+    keys = KEYS if has_deep_layers else _PLAIN_KEYS
+    config = HFConfig(check_mapping("vision_config", raw.get("vision_config")), keys, _IGNORED, place="vision_config")
+    config.require(in_channels=COLOURS, **({} if has_deep_layers else {"deepstack_visual_indexes": []}))
+    if not any(kind.rope is not None and kind.rope.sections is not None for kind in text.layers):
+        message = "must have mrope_section with mrope_interleaved: tokens of images have three positions"
+        raise ConfigError(message, field="text_config.rope_parameters")
     attention = read_heads(config, "num_heads", bias=True)
     _check_processor(config, processor)
     if config.integer("out_hidden_size") != text.hidden_size:

@@ -16,6 +16,8 @@ TOWERS: Mapping[str, Tower] = {
     "gemma3": gemma3_tower.TOWER,
     "qwen3_vl": qwen3_vl_tower.TOWER,
     "qwen3_vl_moe": qwen3_vl_tower.TOWER,
+    "qwen3_5": qwen3_vl_tower.TOWER,
+    "qwen3_5_moe": qwen3_vl_tower.TOWER,
     "mistral3": pixtral_tower.TOWER,
     "llava": pixtral_tower.TOWER,
 }
@@ -32,7 +34,7 @@ def parse_tower(raw: Mapping[str, Any], text: DecoderConfig, processor: ImagePro
     try:
         return TOWERS[text.family].parse(raw, text, processor)
     except ConfigError as error:
-        if error.field in FAMILIES[text.family].ignored_keys:
+        if error.field in FAMILIES[text.family].ignored_keys or error.field.startswith("text_config."):
             raise
         message = str(error).removeprefix(f"{error.field}: ")
         raise ConfigError(message, field=f"vision_config.{error.field}", value=error.value) from error

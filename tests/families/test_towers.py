@@ -225,6 +225,29 @@ def test_the_refusal_of_a_towers_key_says_how_to_drop_it() -> None:
     assert parse_tower(dropped, text, processor) == parse_tower(raw, text, processor)
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("lacking", ["mrope_section", "mrope_interleaved"])
+def test_images_need_positions_in_three_parts(name: str, lacking: str) -> None:
+    raw = read_raw(name)
+    rope = {key: value for key, value in raw["text_config"]["rope_parameters"].items() if key != lacking}
+    text = raw | {"text_config": raw["text_config"] | {"rope_parameters": rope}}
+    with pytest.raises(ConfigError, match="mrope_section") as caught:
+        parse_tower(text, parse_config(text), find_processor(name))
+    assert caught.value.field == "text_config.rope_parameters"
+
+
+def test_later_towers_have_no_deep_layers() -> None:
+    raw = read_raw("qwen3_5")
+    for layers, is_read in (([], True), ([1], False)):
+        changed = raw | {"vision_config": raw["vision_config"] | {"deepstack_visual_indexes": layers}}
+        if is_read:
+            assert parse_tower(changed, parse_config(raw), find_processor("qwen3_5")) == read_tower("qwen3_5")
+            continue
+        with pytest.raises(ConfigError) as caught:
+            parse_tower(changed, parse_config(raw), find_processor("qwen3_5"))
+        assert caught.value.field == "vision_config.deepstack_visual_indexes"
+
+
 GEMMA_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": None}, "vision_config.num_hidden_layers"),
     ({"num_attention_heads": 5}, "vision_config.num_attention_heads"),

@@ -25,7 +25,7 @@ from jaxserve.media.processors.settings import read_settings
 from tests.golden_cases import GOLDENS
 
 FOLDER = GOLDENS / "towers"
-CASES = ("qwen3_vl", "qwen3_vl_moe", "gemma3", "mistral3", "llava")
+CASES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "mistral3", "llava")
 NUM_IMAGES = 6  # that a program takes
 
 
