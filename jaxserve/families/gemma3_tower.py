@@ -20,27 +20,22 @@ from jaxtyping import Array, Float
 from jaxserve.core.layers.activations import ACTIVATIONS, LEARNED
 from jaxserve.core.layers.attention import AttentionConfig
 from jaxserve.core.layers.context import LayerContext
-from jaxserve.core.layers.embedding import EmbeddingConfig
 from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.norm import NormConfig, normalize
 from jaxserve.core.models.base import (
     CheckpointLayer,
     DecoderConfig,
-    LayerKind,
     Parameter,
     ParamSpec,
-    Stream,
     Table,
     WeightSource,
 )
 from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import read_num_layers
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig, check_integer, check_mapping
-from jaxserve.core.models.layouts import JoinedRows, transpose
 from jaxserve.core.models.parameters import (
     attention_params,
-    linear_params,
     make_source,
     norm_params,
     plain_mlp_params,
@@ -48,6 +43,7 @@ from jaxserve.core.models.parameters import (
     wide_norm_params,
 )
 from jaxserve.core.models.tower import Tower, TowerConfig
+from jaxserve.core.models.tower_parts import COLOURS, embed_patches, make_blocks, patch_params
 from jaxserve.errors import ConfigError
 from jaxserve.media.items import MediaItem
 from jaxserve.media.processors import ImageProcessor
@@ -70,7 +66,6 @@ MODULES = ("vision_tower", "multi_modal_projector")
 _IGNORED = ("dtype", "torch_dtype")  # the tower has the dtype of the text model
 _TOWER, _PROJECTOR = MODULES
 _PUBLISHED = f"{_TOWER}.vision_model"  # transformers 5 writes its modules without the second name
-_COLOURS = 3
 _MODULES = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.out_proj"}
 _MARK, _PLACEHOLDER, _END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 _PLACEHOLDER_ID = 262144  # of published vocabularies
@@ -78,8 +73,8 @@ _PLACEHOLDER_ID = 262144  # of published vocabularies
 
 def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor) -> TowerConfig:
     """Returns the tower that `vision_config` describes; ConfigError names its key."""
-    config = HFConfig(check_mapping("vision_config", raw.get("vision_config")), KEYS, _IGNORED)
-    config.require(num_channels=_COLOURS, vision_use_head=False)
+    config = HFConfig(check_mapping("vision_config", raw.get("vision_config")), KEYS, _IGNORED, place="vision_config")
+    config.require(num_channels=COLOURS, vision_use_head=False)
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if hidden % heads:
         message = f"{heads} must cut hidden_size {hidden} into heads"
@@ -91,25 +86,14 @@ def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor
             message = f"{config.get(key)} must be {found}, as images are resized and cut (preprocessor_config.json)"
             raise ConfigError(message, field=key, value=config.get(key))
     _check_tokens(raw, shape)
-    head_dim, depth = hidden // heads, read_num_layers(config)
+    head_dim = hidden // heads
     activation = config.choice("hidden_act", ACTIVATIONS.keys() - LEARNED.keys())
     mlp = MLPConfig(config.integer("intermediate_size"), activation, bias=True, gated=False)
     attention = AttentionConfig(heads, heads, head_dim, head_dim**-0.5, qkv_bias=True, out_bias=True, causal=False)
-    blocks = DecoderConfig(
-        family=text.family,
-        hidden_size=hidden,
-        layers=(LayerKind(attention, None, None, mlp),) * depth,
-        norm=NormConfig(config.number("layer_norm_eps"), centered=True, bias=True, wide=True),
-        embedding=EmbeddingConfig(vocab_size=1, tied=True),
-        max_position_embeddings=1,
-        max_model_len=1,
-        eos_token_ids=(),
-        dtype=text.dtype,
-        only_pools=True,
-    )
+    norm = NormConfig(config.number("layer_norm_eps"), centered=True, bias=True, wide=True)
     side = shape.size // shape.patch_size
     return TowerConfig(
-        blocks=blocks,
+        blocks=make_blocks(text, hidden, read_num_layers(config), attention, mlp, norm),
         processor=processor,
         out_size=text.hidden_size,
         merge_size=side // math.isqrt(shape.num_tokens),
@@ -145,12 +129,7 @@ def read_tokens(raw: Mapping[str, Any]) -> ImageTokens:
 def list_params(config: TowerConfig) -> Table:
     """Returns all parameters by dotted path ("layers.0.qkv.weight")."""
     blocks, size = config.blocks, config.blocks.hidden_size
-    kernel = _describe_kernel(config)
-    patch = {f"{_PUBLISHED}.embeddings.patch_embedding": size}
-    shape = (math.prod(kernel), size)
-    table = linear_params(blocks, "patches", patch, shape, (None, None), _flatten_kernel, bias=True)
-    weight = table["patches.weight"]
-    table["patches.weight"] = replace(weight, source=replace(weight.source, shapes=((size, *kernel),)))
+    table = patch_params(blocks, f"{_PUBLISHED}.embeddings.patch_embedding", _describe_kernel(config), bias=True)
     positions = (config.positions**2, size)
     table |= vocab_params(
         blocks, "positions", f"{_PUBLISHED}.embeddings.position_embedding", positions, shard_vocab=False
@@ -180,12 +159,7 @@ def _describe_kernel(config: TowerConfig) -> tuple[int, int, int]:
     """Returns colours, rows and columns of a patch, in the order of its values."""
     shape = config.processor.shape
     assert isinstance(shape, Gemma3Shape)
-    return _COLOURS, shape.patch_size, shape.patch_size
-
-
-def _flatten_kernel(tensor: np.ndarray) -> JoinedRows:
-    """Returns [values, D] of a convolution's weight [D, colours, rows, columns]; a bias [D] unchanged."""
-    return transpose(tensor if tensor.ndim == 1 else tensor.reshape(len(tensor), -1))
+    return COLOURS, shape.patch_size, shape.patch_size
 
 
 def _find_pooled_norm(config: TowerConfig) -> NormConfig:
@@ -225,7 +199,7 @@ def run(
 ) -> Float[Array, "M 1 D"]:
     """Returns the vectors of all squares of patches."""
     blocks, pool = config.blocks, ctx.pool
-    x = _embed_patches(config, params["patches"], arrays["patches"], ctx)
+    x = embed_patches(config, params["patches"], arrays["patches"], ctx)
     x += params["positions"]["weight"].at[arrays["places"]].get(mode="clip")
     for index, kind in enumerate(blocks.layers):
         x, pool = pre_norm_layer(blocks, kind, params["layers"][index], x, replace(ctx, pool=pool))
@@ -233,18 +207,6 @@ def run(
     projection, squares = params["projection"], x.reshape(-1, config.merge_size**2, x.shape[-1])
     pooled = jnp.mean(squares.astype(jnp.float32), axis=1).astype(x.dtype)
     return linear(ctx, projection, normalize(_find_pooled_norm(config), projection["norm"], pooled))[:, None]
-
-
-def _embed_patches(
-    config: TowerConfig, leaf: Mapping[str, Any], patches: Float[Array, "N values"], ctx: LayerContext
-) -> Stream:
-    """Returns the stream of patches as bytes."""
-    form = config.processor.form
-    values = patches.reshape(len(patches), _COLOURS, -1).astype(jnp.float32) * np.float32(form.rescale_factor)
-    if form.mean is not None and form.std is not None:
-        mean, std = (np.array(each, np.float32)[:, None] for each in (form.mean, form.std))
-        values = (values - mean) / std
-    return linear(ctx, leaf, values.astype(config.blocks.dtype).reshape(len(patches), -1))
 
 
 TOWER = Tower(

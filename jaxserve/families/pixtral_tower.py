@@ -88,7 +88,7 @@ _MARK, _ROW_END, _END = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
 
 def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor) -> TowerConfig:
     """Returns the tower that `vision_config` and the keys around it describe; ConfigError names the key."""
-    config = HFConfig(check_mapping("vision_config", raw.get("vision_config")), KEYS, _IGNORED)
+    config = HFConfig(check_mapping("vision_config", raw.get("vision_config")), KEYS, _IGNORED, place="vision_config")
     config.require(model_type=KEYS["model_type"], num_channels=COLOURS)
     attention, around = read_heads(config, "num_attention_heads", bias=False), _read_around(raw)
     config.require(head_dim=attention.head_dim)

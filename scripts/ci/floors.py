@@ -53,6 +53,7 @@ FLOORS = {
     "jaxserve.features.multinode": "F3.1",
     "jaxserve.features.bundle": "F3.1",
     "jaxserve.features.host_tier": "F3.1",
+    "jaxserve.features.images": "F3.1",
     "jaxserve.features.lora": "F3.1",
     "jaxserve.features.speculation": "F3.1",
     "jaxserve.features": "F3.2",

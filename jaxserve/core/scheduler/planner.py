@@ -181,14 +181,12 @@ class Planner:
             self._add_chunk(builder, sequence, start, end)
 
     def _fit_images(self, builder: PlanBuilder, sequence: Sequence, start: int, length: int) -> int:
-        """Returns how many of about `length` tokens can be computed with the images that the device holds by then.
-
-        If no edge lies in front of an image that must wait, or edges may cut others, a first chunk ends beside it.
-        """
+        """Returns how many of about `length` tokens can be computed with the images that the device holds by then."""
         room = self._images.find_end(sequence, start, start + length, start + builder.budget) - start
         if room >= length:
             return room
-        lengths = builder.kind.lengths if not self.limits.whole_image_tokens else range(0)
+        # If no edge lies in front of an image that must wait, or edges may cut others, a first chunk ends beside it.
+        lengths = range(0) if self.limits.whole_image_tokens else builder.kind.lengths
         fits = choose_chunk(self.limits, start, length, room, lengths)
         return fits or (0 if sequence.row in builder.chunks else room)
 
