@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jaxserve.core.models.base import DecoderConfig
     from jaxserve.core.models.tower import Tower
 
+_log = logging.getLogger(__name__)
 _MOST_PATCHES = 16_384  # of a step, unless an option says how many: 4,096 tokens of Qwen3-VL
 _TIME_LIMIT_S = 20.0  # for one image; the largest that is read takes seconds on a busy machine
 _SERVE_TEXT = 'limit_mm_per_prompt={"image": 0} serves the model for text'
@@ -41,7 +43,7 @@ def choose_images(
     """Returns how an engine reads images; None if the model is served for text.
 
     It is where it has no tower, makes vectors of texts, or comes without the tower's weights (a preset, GGUF, orbax),
-    and where options say so.
+    where options say so, and, with a warning, where Pillow is missing.
 
     Args:
         model: with its final `max_model_len`.
@@ -49,8 +51,7 @@ def choose_images(
 
     Raises:
         ConfigError: an option is for images and there are none; the processor's settings are missing or not supported;
-            options do not fit them or each other; a domain or the folder that they allow is none; or Pillow is not
-            installed.
+            options do not fit them or each other; or a domain or the folder that they allow is none.
     """
     media, tower, folder = config.media, towers.get(model.family), files.path
     if tower is None or not isinstance(files.hf_config.get("vision_config"), Mapping) or not model.generates:
@@ -67,8 +68,9 @@ def choose_images(
     try:
         require_pillow()
     except MissingPackageError as error:
-        message = f"the model reads images: {error}; {_SERVE_TEXT}"
-        raise ConfigError(message, field="model", value=config.model.model) from error
+        media.refuse(str(error))
+        _log.warning("the model is served for text, though it reads images: %s", error)
+        return None
     _make_sources(config)  # it opens nothing, and what is wrong is said before weights are read
     processor = read_processor(tower.processor, read_settings(folder))
     try:

@@ -117,14 +117,17 @@ def test_models_without_a_tower_are_served_for_text(folder: Path, tmp_path: Path
             choose_images(config, files, make_model(), towers)  # type: ignore[arg-type]
 
 
-def test_missing_pillow_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pillow_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def miss() -> None:
         raise MissingPackageError("images need Pillow, which cannot be imported")
 
     monkeypatch.setattr("jaxserve.engine.images.require_pillow", miss)
-    with pytest.raises(ConfigError, match=r"Pillow.*limit_mm_per_prompt"):
-        choose(folder)
-    assert choose(folder, limit_mm_per_prompt={"image": 0}) is None
+    assert choose(folder) is None
+    assert "served for text" in caplog.text and "need Pillow" in caplog.text
+    with pytest.raises(ConfigError, match=r"^limit_mm_per_prompt: .*need Pillow"):
+        choose(folder, limit_mm_per_prompt={"image": 2})
 
 
 def test_settings_must_be_there(tmp_path: Path) -> None:

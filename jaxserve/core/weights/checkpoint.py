@@ -31,6 +31,8 @@ COMPANION_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
     "*.model",
     MODULES_FILE,
     TEXTS_FILE,

@@ -223,7 +223,7 @@ def make_images(sizes: Sizes, tower: TowerConfig) -> Images:
     if tower.mutual and given < need:
         message = (
             f"must be at least {need}, got {given}: one step computes the {num_tokens} tokens of an image, beside one "
-            f"for each of max_num_seqs={scheduler.max_num_seqs} rows"
+            f"for each of max_num_seqs={scheduler.max_num_seqs} rows; limit_mm_per_prompt={{'image': 0}} serves text"
         )
         raise ConfigError(message, field="max_num_batched_tokens", value=given)
     impl, _ = choose_tower_impl(tower, sizes.impl, sizes.num_devices, sizes.platform)

@@ -191,6 +191,8 @@ def test_downloads_no_pickles_and_no_subfolders(monkeypatch: pytest.MonkeyPatch,
         "tokenizer_config.json",
         "special_tokens_map.json",
         "chat_template.jinja",
+        "preprocessor_config.json",
+        "processor_config.json",
         "spiece.model",
         "hf_quant_config.json",
     ]
