@@ -43,14 +43,14 @@ def choose_images(
     """Returns how an engine reads images; None if the model is served for text.
 
     It is where it has no tower, makes vectors of texts, or comes without the tower's weights (a preset, GGUF, orbax),
-    where options say so, and, with a warning, where Pillow is missing.
+    where options say so, and, with a warning, where Pillow or the processor's settings are missing.
 
     Args:
         model: with its final `max_model_len`.
         towers: by family.
 
     Raises:
-        ConfigError: an option is for images and there are none; the processor's settings are missing or not supported;
+        ConfigError: an option is for images and there are none; the processor's settings are not supported;
             options do not fit them or each other; or a domain or the folder that they allow is none.
     """
     media, tower, folder = config.media, towers.get(model.family), files.path
@@ -65,14 +65,14 @@ def choose_images(
     if config.scheduler.deterministic:
         message = f"is not supported beside images; {_SERVE_TEXT}"
         raise ConfigError(message, field="deterministic", value=True)
-    try:
-        require_pillow()
-    except MissingPackageError as error:
-        media.refuse(str(error))
-        _log.warning("the model is served for text, though it reads images: %s", error)
+    settings, lack = read_settings(folder), _find_lack()
+    if settings is None or lack is not None:
+        lack = lack or "there is no preprocessor_config.json, which says how"
+        media.refuse(lack)
+        _log.warning("the model is served for text, though it reads images: %s", lack)
         return None
     _make_sources(config)  # it opens nothing, and what is wrong is said before weights are read
-    processor = read_processor(tower.processor, read_settings(folder))
+    processor = read_processor(tower.processor, settings)
     try:
         processor = processor.with_options(media.mm_processor_kwargs or {})
     except InvalidRequestError as error:
@@ -82,6 +82,15 @@ def choose_images(
     merge_size = shape.merge_size if isinstance(shape, Qwen3VLShape) else None
     tokens = _read_tokens(config, folder, tower.tokens(files.hf_config))
     return ImageOptions(processor, tokens, max_patches, media.num_images, merge_size)
+
+
+def _find_lack() -> str | None:
+    """Returns the reason why no image can be read here."""
+    try:
+        require_pillow()
+    except MissingPackageError as error:
+        return str(error)
+    return None
 
 
 def _read_tokens(config: EngineConfig, folder: Path, tokens: ImageTokens) -> ImageTokens:

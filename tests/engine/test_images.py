@@ -130,9 +130,11 @@ def test_missing_pillow_is_named(
         choose(folder, limit_mm_per_prompt={"image": 2})
 
 
-def test_settings_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="preprocessor_config"):
-        choose(tmp_path)
+def test_without_settings_the_model_is_served_for_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert choose(tmp_path) is None
+    assert "there is no preprocessor_config.json" in caplog.text
+    with pytest.raises(ConfigError, match=r"^mm_processor_kwargs: there is no preprocessor_config.json"):
+        choose(tmp_path, mm_processor_kwargs={"max_pixels": 4096})
 
 
 def test_a_prompt_brings_its_images(factory: RequestFactory) -> None:

@@ -93,10 +93,13 @@ def test_settings_that_mean_something_else_are_refused(name: str, changes: dict[
     assert error.value.field == f"preprocessor_config.json: {field}"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", None])
-def test_a_folder_without_settings_is_refused(text: str | None, tmp_path: Path) -> None:
-    if text is not None:
-        (tmp_path / "preprocessor_config.json").write_text(text)
+def test_a_folder_may_have_no_settings(tmp_path: Path) -> None:
+    assert read_settings(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_settings_that_are_no_object_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(ConfigError, match="preprocessor_config"):
         read_settings(tmp_path)
 

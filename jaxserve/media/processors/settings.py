@@ -82,17 +82,16 @@ def require_size(value: Any, name: str) -> int:
     return value
 
 
-def read_settings(folder: Path) -> ImageSettings:
-    """Returns the settings in a model's folder.
+def read_settings(folder: Path) -> ImageSettings | None:
+    """Returns the settings in a model's folder; None if there are none.
 
     Raises:
-        ConfigError: there are none, or they are no JSON object.
+        ConfigError: they are no JSON object.
     """
     whole = _read_object(folder / _WHOLE_FILE) or {}
     part = _read_object(folder / _FILE) or whole.get(_PART)
     if not isinstance(part, Mapping):
-        message = f"a model that reads images needs it, or {_WHOLE_FILE} with {_PART}"
-        raise ConfigError(message, field=_FILE, value=str(folder))
+        return None
     return ImageSettings(part, {name: value for name, value in whole.items() if name != _PART})
 
 
