@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -80,7 +80,9 @@ class Program:
 
 def make_tower(num_layers: int, num_devices: int) -> TowerConfig:
     """Returns the tower with all layers, or a few, of which the first is deep."""
-    text = replace(parse_config(load_preset(TEXT) or {}), family="qwen3_vl")
+    rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    words = {"model_type": "qwen3_vl_text", "rope_scaling": rope}
+    text = parse_config({"model_type": "qwen3_vl", "text_config": (load_preset(TEXT) or {}) | words})
     processor = read_processor("qwen3_vl", ImageSettings(PROCESSOR))
     deep = VISION["deepstack_visual_indexes"] if num_layers == VISION["depth"] else [0]
     vision = VISION | {"depth": num_layers, "deepstack_visual_indexes": deep}
