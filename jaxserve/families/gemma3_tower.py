@@ -31,7 +31,6 @@ from jaxserve.core.models.base import (
     Table,
     WeightSource,
 )
-from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import read_num_layers
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig, check_integer, check_mapping
 from jaxserve.core.models.parameters import (
@@ -43,7 +42,7 @@ from jaxserve.core.models.parameters import (
     wide_norm_params,
 )
 from jaxserve.core.models.tower import Tower, TowerConfig
-from jaxserve.core.models.tower_parts import COLOURS, embed_patches, make_blocks, patch_params
+from jaxserve.core.models.tower_parts import COLOURS, embed_patches, make_blocks, patch_params, run_blocks
 from jaxserve.errors import ConfigError
 from jaxserve.media.items import MediaItem
 from jaxserve.media.processors import ImageProcessor
@@ -198,12 +197,10 @@ def run(
     config: TowerConfig, params: Mapping[str, Any], arrays: Mapping[str, Array], ctx: LayerContext
 ) -> Float[Array, "M 1 D"]:
     """Returns the vectors of all squares of patches."""
-    blocks, pool = config.blocks, ctx.pool
     x = embed_patches(config, params["patches"], arrays["patches"], ctx)
     x += params["positions"]["weight"].at[arrays["places"]].get(mode="clip")
-    for index, kind in enumerate(blocks.layers):
-        x, pool = pre_norm_layer(blocks, kind, params["layers"][index], x, replace(ctx, pool=pool))
-    x = normalize(blocks.norm, params["final_norm"], x)
+    *_, x = run_blocks(config, params["layers"], x, ctx)
+    x = normalize(config.blocks.norm, params["final_norm"], x)
     projection, squares = params["projection"], x.reshape(-1, config.merge_size**2, x.shape[-1])
     pooled = jnp.mean(squares.astype(jnp.float32), axis=1).astype(x.dtype)
     return linear(ctx, projection, normalize(_find_pooled_norm(config), projection["norm"], pooled))[:, None]

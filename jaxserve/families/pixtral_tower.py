@@ -21,7 +21,6 @@ from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.mlp import MLPConfig, plain_mlp
 from jaxserve.core.layers.norm import NormConfig, normalize
 from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Leaves, Stream, Table
-from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import read_num_layers
 from jaxserve.core.models.hf_config import HFConfig, check_integer, check_mapping
 from jaxserve.core.models.layouts import JoinedRows, transpose
@@ -41,6 +40,7 @@ from jaxserve.core.models.tower_parts import (
     read_axial_rope,
     read_heads,
     rotate_places,
+    run_blocks,
 )
 from jaxserve.errors import ConfigError
 from jaxserve.families.mistral import TOWERS
@@ -219,13 +219,12 @@ def run(
     config: TowerConfig, params: Mapping[str, Any], arrays: Mapping[str, Array], ctx: LayerContext
 ) -> Float[Array, "M 1 D"]:
     """Returns the vectors of all squares of patches."""
-    blocks, pool = config.blocks, ctx.pool
     assert config.rope is not None
-    x = normalize(blocks.norm, params["pre_norm"], embed_patches(config, params["patches"], arrays["patches"], ctx))
+    x = embed_patches(config, params["patches"], arrays["patches"], ctx)
+    x = normalize(config.blocks.norm, params["pre_norm"], x)
     turns = config.rope.inverse_frequencies(1).reshape(-1, 2).T  # every other one is by the column
     rotary = rotate_places(arrays["places"], turns)
-    for index, kind in enumerate(blocks.layers):
-        x, pool = pre_norm_layer(blocks, kind, params["layers"][index], x, replace(ctx, rotary=rotary, pool=pool))
+    *_, x = run_blocks(config, params["layers"], x, replace(ctx, rotary=rotary))
     return _project(config, params["projector"], x, ctx)[:, None]
 
 

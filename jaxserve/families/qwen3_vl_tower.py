@@ -24,7 +24,6 @@ from jaxserve.core.layers.context import LayerContext
 from jaxserve.core.layers.mlp import MLPConfig, plain_mlp
 from jaxserve.core.layers.norm import NormConfig, normalize
 from jaxserve.core.models.base import CheckpointLayer, DecoderConfig, Leaves, Stream, Table
-from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.common import read_num_layers
 from jaxserve.core.models.hf_config import REQUIRED, HFConfig, check_integer, check_mapping
 from jaxserve.core.models.layouts import transpose
@@ -45,6 +44,7 @@ from jaxserve.core.models.tower_parts import (
     read_axial_rope,
     read_heads,
     rotate_places,
+    run_blocks,
 )
 from jaxserve.errors import ConfigError, shorten
 from jaxserve.media.items import Grid, MediaItem
@@ -207,15 +207,14 @@ def run(
     config: TowerConfig, params: Mapping[str, Any], arrays: Mapping[str, Array], ctx: LayerContext
 ) -> Float[Array, "M P D"]:
     """Returns the vectors of all squares of patches: of the last layer, then of each deep layer."""
-    blocks, pool = config.blocks, ctx.pool
     assert config.rope is not None
     _, frames, *_ = _describe_kernel(config)
-    x = embed_patches(config, params["patches"], arrays["patches"], ctx, frames=frames)
-    x += _mix_positions(params["positions"]["weight"], arrays["cells"], arrays["weights"]).astype(x.dtype)
+    embedded = embed_patches(config, params["patches"], arrays["patches"], ctx, frames=frames)
+    positions = _mix_positions(params["positions"]["weight"], arrays["cells"], arrays["weights"])
+    embedded += positions.astype(embedded.dtype)
     rotary = rotate_places(arrays["places"], config.rope.inverse_frequencies(1))
     deep = []
-    for index, kind in enumerate(blocks.layers):
-        x, pool = pre_norm_layer(blocks, kind, params["layers"][index], x, replace(ctx, rotary=rotary, pool=pool))
+    for index, x in enumerate(run_blocks(config, params["layers"], embedded, replace(ctx, rotary=rotary))):
         if index in config.deep_layers:
             deep.append(_merge(config, params[f"deep_{len(deep)}"], _join_squares(config, x), ctx))
     return jnp.stack([_merge(config, params["merger"], x, ctx), *deep], axis=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.norm import NormConfig
 from jaxserve.core.layers.rope import RopeConfig
 from jaxserve.core.models.base import DecoderConfig, LayerKind, Leaves, Stream, Table
+from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.hf_config import HFConfig, check_number
 from jaxserve.core.models.layouts import JoinedRows, transpose
 from jaxserve.core.models.parameters import linear_params
@@ -94,6 +97,14 @@ def embed_patches(
     values = values.astype(config.blocks.dtype)
     repeated = jnp.broadcast_to(values, (len(patches), COLOURS, frames, values.shape[-1]))
     return linear(ctx, leaf, repeated.reshape(len(patches), -1))
+
+
+def run_blocks(config: TowerConfig, layers: Any, x: Stream, ctx: LayerContext) -> Iterator[Stream]:
+    """Yields the stream behind each block, whose keys and values are in the context's pool."""
+    pool = ctx.pool
+    for index, kind in enumerate(config.blocks.layers):
+        x, pool = pre_norm_layer(config.blocks, kind, layers[index], x, replace(ctx, pool=pool))
+        yield x
 
 
 def rotate_places(places: Int[Array, "N 2"], frequencies: Float[np.ndarray, "*axes F"]) -> Rotary:

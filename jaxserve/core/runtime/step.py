@@ -92,7 +92,7 @@ def run_forward(
         max_query_len=bucket.max_query_len,
         shapes=model.shapes,
         impl=model.impl,
-        last_keys=_list_last_keys(model, inputs, seq_lens) if bucket.is_mixed and model.config.mutual_images else None,
+        last_keys=_list_last_keys(model, inputs, seq_lens, bucket),
     )
     tokens = _token_ids(rows, inputs, bucket)
     slots = None
@@ -242,10 +242,13 @@ def _find_rotary_positions(
     return positions + inputs.rotary_shifts.reshape(3, -1) if layout.bucket.is_mixed else positions
 
 
-def _list_last_keys(model: StepModel, inputs: StepInputs, seq_lens: Int[Array, " S"]) -> list[Int[Array, " T"] | None]:
+def _list_last_keys(
+    model: StepModel, inputs: StepInputs, seq_lens: Int[Array, " S"], bucket: Bucket
+) -> list[Int[Array, " T"] | None]:
     """Returns the last key that each token sees in each KV group; None where masks are causal."""
-    keys = find_last_keys(inputs.token_ids, seq_lens, inputs.query_start_loc)
-    return [keys if group.memory.mutual_images else None for group in model.config.kv_groups]
+    mutual = [bucket.is_mixed and group.memory.mutual_images for group in model.config.kv_groups]
+    keys = find_last_keys(inputs.token_ids, seq_lens, inputs.query_start_loc) if any(mutual) else None
+    return [keys if each else None for each in mutual]
 
 
 def _token_ids(rows: RowState, inputs: StepInputs, bucket: Bucket) -> Int[Array, " T"]:
