@@ -41,6 +41,7 @@ def watch_callbacks() -> None:
         if seconds - collected > MOST_SECONDS or collected > MOST_COLLECTING_SECONDS:
             text = f"{MARK} {seconds:.3f} s, {collected:.3f} s of it garbage: {_describe(handle)}"
             print(text, file=sys.stderr, flush=True)
+        del handle  # an error that `run` caught holds this frame, and the handle the error's request, a circle
 
     gc.callbacks.append(note_collection)
 

@@ -29,7 +29,7 @@ from tests.media.bombs import make_bombs
 
 NUM_TINY, NUM_LARGE, NUM_ROUNDS, NUM_SLOW = 10_000, 4, 3, 6
 NUM_CLIENTS = 4
-MOST_MIB = 320  # that the server may have grown by when all is answered
+MOST_MIB = 160  # that the server may have grown by when all is answered
 SETTLING_SECONDS = 10.0  # for what it gives back
 MOST_SECONDS = 10.0  # for a probe: it shares two cores with the processes that decode 64 megapixels
 CHAT = "/v1/chat/completions"

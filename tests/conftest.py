@@ -9,7 +9,7 @@ import pytest
 
 from tests.cpu_seconds import CpuSeconds
 from tests.examples import register_profiles
-from tests.programs import PROGRAMS
+from tests.programs import PROGRAMS, drop_programs, has_many_programs
 
 # The interpreter of GPU kernels blocks threads of XLA's CPU pool, one per warpgroup. The pool has as many threads as
 # there are cores, and on two of them it can deadlock.
@@ -34,3 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     config.pluginmanager.register(CpuSeconds(None if is_worker else config.getoption("--costs")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> None:
+    """A module of tests begins with few programs loaded."""
+    if has_many_programs():
+        drop_programs()

@@ -6,6 +6,7 @@ interpreters of kernels do, are never kept. Tests of compiling and of the cache 
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,11 @@ from pathlib import Path
 PROGRAMS = Path(tempfile.gettempdir()) / "jaxserve-test-programs"
 # For child processes that compile, what `compile_quickly` is for this one.
 QUICK_ENV = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+# Linux gives a process 65,530 mappings of memory (`vm.max_map_count`), and each loaded program takes some. XLA does not
+# survive a mapping that fails. The rest is for what one module loads.
+MOST_MAPPINGS = 65_530 // 3
+_MAPPINGS = Path("/proc/self/maps")
 
 
 @contextmanager
@@ -30,3 +36,20 @@ def compile_quickly() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
+
+
+def has_many_programs() -> bool:
+    """Returns whether this process has so many mappings that a module of tests should not add its programs to them."""
+    if not _MAPPINGS.exists():  # only Linux has this file, and this limit
+        return False
+    with _MAPPINGS.open("rb") as lines:
+        return sum(1 for _ in lines) > MOST_MAPPINGS
+
+
+def drop_programs() -> None:
+    """Unloads the programs that no living object holds; those in `PROGRAMS` are read from there when wanted again."""
+    import jax
+
+    gc.collect()  # an engine and its parts refer to each other
+    jax.clear_caches()
+    gc.collect()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.engines import Engines
-from tests.programs import compile_quickly
+from tests.programs import compile_quickly, drop_programs, has_many_programs
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -20,6 +20,14 @@ def quick_programs() -> Iterator[None]:
 def engines() -> Engines:
     """The shared engines of this process, which xdist has several of."""
     return Engines()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_engines(engines: Engines) -> None:
+    """Engines of earlier modules are dropped where they hold many programs."""
+    if has_many_programs():
+        engines.clear()
+        drop_programs()
 
 
 @pytest.fixture(autouse=True)

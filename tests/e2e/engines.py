@@ -37,6 +37,10 @@ class Engines:
             self._made[key] = SharedEngine(llm, _list_leaves(llm))
         return self._made[key].llm
 
+    def clear(self) -> None:
+        """Forgets all engines; the next test that wants one makes it anew."""
+        self._made.clear()
+
     def reset_prefix_caches(self) -> None:
         """Empties the prefix cache of each engine, so that a test's hits are those of its own prompts."""
         for shared in self._made.values():
