@@ -75,11 +75,18 @@ def record_prompts(case: Case, model: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
+_ARGUMENTS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
+
+
 def process(case: Case, pictures: list[np.ndarray]) -> dict[str, Any]:
     """The model's arguments for pictures."""
     images = [Image.fromarray(picture) for picture in pictures]
     made = dict(case.processor(**case.settings)(images=images, return_tensors="pt", do_convert_rgb=True))
-    return {name: made[name] for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in made}
+    return {
+        name: made[name]
+        for name in ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
+        if name in made
+    }
 
 
 @torch.no_grad()
@@ -103,8 +110,9 @@ _PUBLISHED = {
     "model.vision_tower.": "vision_tower.",
     "lm_head.": "language_model.lm_head.",
 }
-# The head of this one is its table of embeddings.
+# The head of these two is their table of embeddings.
 _RENAMED = {"gemma3": _PUBLISHED | {"model.vision_tower.": "vision_tower.vision_model.", "lm_head.": ""}}
+_RENAMED["gemma4"] = {"model.": "model."}
 _RENAMED |= {"mistral3": _PUBLISHED, "llava": _PUBLISHED}
 
 
@@ -117,6 +125,21 @@ def publish(model: Any) -> dict[str, torch.Tensor]:
         return {key: each.mT.contiguous() if turned and turned in key else each for key, each in tensors.items()}
     changes = [(key, *each) for key in tensors for each in renamed.items() if key.startswith(each[0]) and each[1]]
     return {key.replace(old, new, 1): tensors[key] for key, old, new in changes}
+
+
+def fill_buffers(model: Any) -> None:
+    """Fills what towers hold beside weights: bounds of products that cut some numbers, and what standardizes vectors.
+
+    Bounds of what goes in are equal where products share it, as in published files.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for name, buffer in model.named_buffers():
+        leaf = name.rpartition(".")[2]
+        if leaf in ("std_bias", "std_scale"):
+            buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
+        if leaf in ("input_min", "input_max", "output_min", "output_max"):
+            most = 1.5 if leaf.startswith("input") else 0.5 + 0.5 * torch.rand((), generator=generator)
+            buffer.copy_(most * (-1.1 if leaf.endswith("min") else 1.0))
 
 
 def write_tokenizer(path: Path, special: dict[str, int]) -> None:
@@ -149,6 +172,7 @@ def main() -> None:
         model = AutoModelForImageTextToText.from_config(config, **options).eval()
         for part in case.modules:
             fill(model.get_submodule(part))
+        fill_buffers(model.model)
         with torch.no_grad():
             for key, parameter in model.model.language_model.named_parameters():
                 parameter.mul_(math.prod(scale for part, scale in case.scales if part in key))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -116,6 +117,46 @@ _GEMMA_TOWER = {
     "vision_use_head": False,
 }
 _GEMMA_IDS = {"boi_token_index": 78, "eoi_token_index": 79, "image_token_index": 80, "mm_tokens_per_image": 9}
+_GEMMA4_PROCESSOR = {
+    "max_soft_tokens": 70,
+    "patch_size": 2,
+    "pooling_kernel_size": 2,
+    "do_normalize": False,
+    "image_processor_type": "Gemma4ImageProcessor",
+}
+# Layers have inputs of their own, whose rows are those of padding where images are.
+_GEMMA4_TEXT = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "use_bidirectional_attention": "vision",
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 90,
+}
+_GEMMA4_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "patch_size": 2,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 140,
+    "use_clipped_linears": True,
+    "standardize": True,
+}
+_GEMMA4_IDS = {"boi_token_id": 78, "eoi_token_id": 79, "image_token_id": 80, "audio_config": None}
 # A tokenizer has the ids at the ends of rows.
 _PIXTRAL_IDS = {"image_token_index": 80, "vision_feature_layer": -1, "tie_word_embeddings": False}
 _PIXTRAL_SPECIAL = {"[IMG]": 80, "[IMG_BREAK]": 81, "[IMG_END]": 82}
@@ -176,6 +217,10 @@ class Case:
         """The ids in place of each picture's placeholder."""
         if "image_grid_thw" in made:
             return [[IMAGE] * (int(grid.prod()) // 4) for grid in made["image_grid_thw"]]
+        if "image_position_ids" in made:
+            edge = self.settings["pooling_kernel_size"]
+            counts = ((places >= 0).all(dim=-1).sum() for places in made["image_position_ids"])
+            return [[IMAGE] * (int(count) // edge**2) for count in counts]
         if self.special is None or self.around is None:
             return [[IMAGE] * self.settings.get("image_seq_length", 0)] * len(made.get("pixel_values", ()))
         _, row_end, end = self.special.values()
@@ -196,6 +241,10 @@ def run_qwen(model: Any, made: dict[str, Any]) -> torch.Tensor:
 
 def run_gemma(model: Any, made: dict[str, Any]) -> torch.Tensor:
     return model.get_image_features(made["pixel_values"], return_dict=True).pooler_output.transpose(0, 1)
+
+
+def run_gemma4(model: Any, made: dict[str, Any]) -> torch.Tensor:
+    return model.get_image_features(**made, return_dict=True).pooler_output[0][:, None]
 
 
 def run_pixtral(model: Any, made: dict[str, Any]) -> torch.Tensor:
@@ -254,6 +303,19 @@ CASES: dict[str, Case] = {
         ((84, 84),) * 4,
         scales=(("embed_tokens", 0.3), ("q_norm", 3.0)),
         step=5,
+    ),
+    "gemma4": Case(
+        "Gemma4",
+        _GEMMA4_TOWER,
+        _GEMMA4_TEXT,
+        _GEMMA4_IDS,
+        _GEMMA4_PROCESSOR,
+        Gemma4ImageProcessorPil,
+        run_gemma4,
+        ("model.vision_tower", "model.embed_vision", "model.language_model"),
+        "mm_token_type_ids",
+        ((28, 40), (32, 32), (20, 52), (12, 92)),
+        scales=(("post_", 0.3), ("embed_tokens.", 0.05), ("q_norm", 2.0)),  # `post_`: else roundings grow
     ),
     "mistral3": make_pixtral("Mistral3", _MISTRAL_TEXT, {}, 2, ((16, 24), (40, 32), (8, 56), (48, 48))),
     "llava": make_pixtral(

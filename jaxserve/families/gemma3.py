@@ -1,7 +1,7 @@
 """Gemma 3 text: five windowed layers for each global one, a rotary base for each kind, and norms on the heads.
 
 With `use_bidirectional_attention` it is an encoder, EmbeddingGemma.
-Of multimodal checkpoints ("gemma3") only the language model is read.
+Images of multimodal checkpoints ("gemma3") have a tower of their own (gemma3_tower.py).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor
         out_size=text.hidden_size,
         merge_size=side // math.isqrt(shape.num_tokens),
         positions=side,
-        mutual=True,
+        mutual="all",
     )
 
 

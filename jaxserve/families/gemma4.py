@@ -1,6 +1,6 @@
 """Gemma 4 text: heads of two sizes, pages that later layers read again, inputs of each layer, experts beside the MLP.
 
-Of multimodal checkpoints ("gemma4") only the language model is read.
+Images of multimodal checkpoints ("gemma4") have a tower of their own (gemma4_tower.py); that of sound is left out.
 """
 
 from __future__ import annotations

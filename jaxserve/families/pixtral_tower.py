@@ -6,12 +6,11 @@ Parameters, beside those of the layers: `patches` [values of a patch, D]; `pre_n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -34,6 +33,8 @@ from jaxserve.core.models.parameters import (
 from jaxserve.core.models.tower import Tower, TowerConfig
 from jaxserve.core.models.tower_parts import (
     COLOURS,
+    arrange_squares,
+    describe_squares,
     embed_patches,
     make_blocks,
     patch_params,
@@ -44,8 +45,6 @@ from jaxserve.core.models.tower_parts import (
 )
 from jaxserve.errors import ConfigError
 from jaxserve.families.mistral import TOWERS
-from jaxserve.media.items import MediaItem
-from jaxserve.media.patch_positions import find_places
 from jaxserve.media.processors import ImageProcessor
 from jaxserve.media.processors.pixtral import PixtralShape
 from jaxserve.media.prompt import ImageTokens
@@ -191,28 +190,11 @@ def _order_squares(size: int) -> Any:
     return build
 
 
-def arrange(config: TowerConfig, items: Sequence[MediaItem]) -> dict[str, np.ndarray]:
-    """Returns "patches" and "places" of images behind each other, as `describe_inputs`.
-
-    The patches of a vector, a square, are made neighbours. They keep their places, so attention gives the same.
-    """
-    patches, places = [], []
-    for item in items:
-        place = find_places(item.grid, config.merge_size)
-        rows = np.frombuffer(item.patches, np.uint8).reshape(item.num_patches, -1)
-        patches.append(rows[place[:, 0] * item.grid[2] + place[:, 1]])
-        places.append(place)
-    return {"patches": np.concatenate(patches), "places": np.concatenate(places)}
-
-
 def describe_inputs(config: TowerConfig, num_patches: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays of N patches: bytes, and their rows and columns."""
+    """Returns the arrays of N patches, as `describe_squares`."""
     shape = config.processor.shape
     assert isinstance(shape, PixtralShape)
-    return {
-        "patches": jax.ShapeDtypeStruct((num_patches, COLOURS * shape.patch_size**2), jnp.uint8),
-        "places": jax.ShapeDtypeStruct((num_patches, 2), jnp.int32),
-    }
+    return describe_squares(num_patches, shape.patch_size)
 
 
 def run(
@@ -242,7 +224,7 @@ TOWER = Tower(
     parse=parse,
     tokens=read_tokens,
     table=list_params,
-    arrange=arrange,
+    arrange=arrange_squares,
     inputs=describe_inputs,
     run=run,
 )

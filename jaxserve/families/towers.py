@@ -8,12 +8,13 @@ from typing import Any
 from jaxserve.core.models.base import DecoderConfig
 from jaxserve.core.models.tower import Tower, TowerConfig
 from jaxserve.errors import ConfigError
-from jaxserve.families import gemma3_tower, pixtral_tower, qwen3_vl_tower
+from jaxserve.families import gemma3_tower, gemma4_tower, pixtral_tower, qwen3_vl_tower
 from jaxserve.families.registry import FAMILIES, spec_tree
 from jaxserve.media.processors import ImageProcessor
 
 TOWERS: Mapping[str, Tower] = {
     "gemma3": gemma3_tower.TOWER,
+    "gemma4": gemma4_tower.TOWER,
     "qwen3_vl": qwen3_vl_tower.TOWER,
     "qwen3_vl_moe": qwen3_vl_tower.TOWER,
     "qwen3_5": qwen3_vl_tower.TOWER,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from jaxserve.config import EngineConfig
-from jaxserve.core.models.base import DecoderConfig
-from jaxserve.core.models.tower import TowerConfig
+from jaxserve.core.models.base import DecoderConfig, LayerKind
+from jaxserve.core.models.tower import MutualLayers, TowerConfig
 from jaxserve.core.runtime.feature import StepFeature
 from jaxserve.core.runtime.shapes import Shapes
 from jaxserve.core.runtime.sizes import Sizes, make_sizes
@@ -49,9 +48,21 @@ def make_shapes(
     if tower is not None:
         has_positions = any(kind.rope is not None and kind.rope.sections is not None for kind in model.layers)
         sizes = replace(sizes, state=replace(sizes.state, has_image_positions=has_positions))
-        if tower.mutual:
-            sizes = replace(sizes, model=sizes.model.change_attention(partial(replace, mutual_images=True)))
+        sizes = replace(sizes, model=_join_images(sizes.model, tower.mutual))
     return Shapes.join(sizes, tuple(_list_features(sizes, drafter, tower)))
+
+
+def _join_images(model: DecoderConfig, mutual: MutualLayers | None) -> DecoderConfig:
+    """Returns the model in whose `mutual` layers the tokens of an image see each other."""
+    if mutual is None:
+        return model
+
+    def join(kind: LayerKind) -> LayerKind:
+        if mutual == "windowed" and kind.window is None:
+            return kind
+        return replace(kind, mixer=replace(kind.attention, mutual_images=True))
+
+    return replace(model, layers=tuple(map(join, model.layers)))
 
 
 def find_adapters(shapes: Shapes) -> AdapterStore | None:

@@ -30,13 +30,17 @@ SIZES: dict[str, Any] = {
     "num_kv_pages_override": 75,
 }
 WHOLE: dict[str, Any] = {"max_num_batched_tokens": 192, "precompile_token_paddings": [192]}
+# An image of this model has up to 70 tokens, which one step must have room for.
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "gemma4": {"max_num_batched_tokens": 80, "precompile_token_paddings": [80], "max_model_len": 320},
+}
 Prompt = dict[str, Any]
 
 
 def make_seeing(name: str = "qwen3_vl", **options: Any) -> LLM:
     """A small engine of a golden model that reads images, in float32."""
     defaults = {"dtype": "float32", "skip_tokenizer_init": True, "show_progress": False}
-    return LLM(str(TOWERS / name), **(defaults | SIZES | CACHE | options))
+    return LLM(str(TOWERS / name), **(defaults | SIZES | OWN_SIZES.get(name, {}) | CACHE | options))
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def test_a_step_has_room_for_an_image_beside_all_rows() -> None:
         make_images(make_sizes(40, 103), wide)
     assert caught.value.field == "max_num_batched_tokens"
     assert make_images(make_sizes(40, 104), wide).limits["whole_image_tokens"] == 64
-    assert make_images(make_sizes(40, 103), replace(wide, mutual=False)).limits["whole_image_tokens"] == 0
+    assert make_images(make_sizes(40, 103), replace(wide, mutual=None)).limits["whole_image_tokens"] == 0
 
 
 def make_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> Any:

@@ -70,7 +70,8 @@ def test_bfloat16_is_near(name: str) -> None:
     items, expected = read_images(name)
     runner = TowerRunner(read_tower(name, "bfloat16"), FOLDER / name)
     assert runner.params["layers"][0]["qkv"]["weight"].dtype == "bfloat16"
-    check_near(runner.run(items), expected, 0.06)
+    # Bounds and the final scale of this one spread roundings: transformers' own are 0.22 of the largest number apart.
+    check_near(runner.run(items), expected, 0.2 if name == "gemma4" else 0.06)
 
 
 def test_towers_have_processors_and_families() -> None:
@@ -130,7 +131,7 @@ PIXTRAL_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"num_channels": 1}, "vision_config.num_channels"),
     ({"patch_size": 8}, "vision_config.patch_size"),
     ({"rope_theta": 0}, "vision_config.rope_theta"),
-    ({"rope_parameters": {"rope_type": "default"}}, "vision_config.rope_parameters.rope_type"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "vision_config.rope_parameters.rope_type"),
     ({"window_size": 112}, "vision_config.window_size"),
 ]
 # The keys around `vision_config`; None: the file has none, and the default is for another tower.
@@ -196,7 +197,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"deepstack_visual_indexes": [1, 0]}, "deepstack_visual_indexes"),
     ({"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes"),
     ({"depth": 8, "deepstack_visual_indexes": [0, 1, 2, 3]}, "deepstack_visual_indexes"),  # the text has three layers
-    ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters.rope_type"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type"),
     ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta"),
     ({"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor"),
     ({"window_size": 112}, "window_size"),

@@ -25,7 +25,7 @@ from jaxserve.media.processors.settings import read_settings
 from tests.golden_cases import GOLDENS
 
 FOLDER = GOLDENS / "towers"
-CASES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "mistral3", "llava")
+CASES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "mistral3", "llava")
 NUM_IMAGES = 6  # that a program takes
 
 
@@ -56,7 +56,7 @@ class TowerRunner:
     """Runs batches of images through a tower, padded to `num_patches`, in one program."""
 
     def __init__(
-        self, config: TowerConfig, folder: Path, *, num_patches: int = 512, mesh: Mesh | None = None, impl: str = "xla"
+        self, config: TowerConfig, folder: Path, *, num_patches: int = 1152, mesh: Mesh | None = None, impl: str = "xla"
     ) -> None:
         devices = 1 if mesh is None else mesh.size
         self.config = config = fit_tower(config, devices)

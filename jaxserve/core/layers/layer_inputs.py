@@ -23,6 +23,7 @@ def make_layer_inputs(
 
     They are the mean of two parts, times the square root of 2: the token's row in `embed` [V, L * P], scaled by the
     root of P, and the normalised `projection` [D, L * P] of its embedding `x`. `norm` [P] spans one layer's numbers.
+    The row of a placeholder, whose id is negative, is row 0.
     """
     if size is None or leaves is None:
         return None

@@ -25,6 +25,9 @@ from pallas_kernels.cpu.product import multiply_few_rows, suits
 Leaf = Mapping[str, Any]
 """The arrays of one projection or norm: `weight`, `bias` where the model has one, and `adapters` where tokens have any.
 
+Where a model was trained with bounds, `in_range` [2] are those of what goes in, and `out_range` [2, ...] those of what
+comes out.
+
 A quantized weight is the dictionary of a `QuantizedArray`'s fields, one that a CPU reads packed is {PACKED: array}.
 """
 
@@ -46,7 +49,7 @@ def linear(
     transposed: bool = False,
     dtype: jnp.dtype | None = None,
 ) -> Float[Array, "*parts T out"]:
-    """Returns `x` times the weight [in, out], plus the bias, in the dtype of `x`.
+    """Returns `x` times the weight [in, out], plus the bias, in the dtype of `x`, both between their bounds if any.
 
     A weight [parts, in, out] gives [parts, T, out] in one launch. As one product of [in, parts, out] it is no faster on
     CPU, and TPU v5e's compiler then copies the weights of all layers into another layout, in each layer.
@@ -57,13 +60,16 @@ def linear(
         dtype: the result's, if not that of `x`.
     """
     dtype = x.dtype if dtype is None else dtype
+    if "in_range" in leaf:
+        x = jnp.clip(x, *leaf["in_range"])
     out = _multiply_rows(ctx, leaf["weight"], x, dtype, transposed=transposed)
     if "adapters" in leaf:
         out += add_adapters(partial(_multiply_rows, ctx), leaf["adapters"], x, dtype)
     if reduce and ctx.mesh is not None:
         out = jax.lax.with_sharding_constraint(out, DEFAULT_RULES.sharding(ctx.mesh, (None,) * out.ndim))
-    bias = leaf.get("bias")
-    return out if bias is None else out + (bias[:, None] if out.ndim > x.ndim else bias)
+    if "bias" in leaf:
+        out += leaf["bias"][:, None] if out.ndim > x.ndim else leaf["bias"]
+    return jnp.clip(out, *leaf["out_range"]) if "out_range" in leaf else out
 
 
 def _multiply_rows(

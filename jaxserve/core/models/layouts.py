@@ -134,6 +134,11 @@ def order_halves(rotary_dim: int, head_dim: int) -> np.ndarray:
     return np.concatenate([turned[0::2], turned[1::2], np.arange(rotary_dim, head_dim)])
 
 
+def order_quarters(head_dim: int) -> np.ndarray:
+    """Returns the same of a head whose two halves rotate apart, each its own halves: the middle quarters change."""
+    return np.arange(head_dim).reshape(2, 2, -1).swapaxes(0, 1).reshape(-1)
+
+
 def fuse_qkv(attention: AttentionConfig, order: np.ndarray | None, q: np.ndarray, *kv: np.ndarray) -> JoinedRows:
     """Returns `qkv` [D, K * (G + 2) * H] of q [N * H, D], k and v [K * H, D]; biases have no D.
 

@@ -152,17 +152,19 @@ def attention_params(
     layer: CheckpointLayer,
     *,
     interleaved: bool = False,
+    order: np.ndarray | None = None,
     input_size: int | None = None,
     modules: Mapping[str, str] = _SELF_ATTENTION,
     qk_norm: str = "self_attn.{part}_norm",
 ) -> Table:
     """Returns `qkv` and `o` from the `modules` of q, k, v and o, and the norms of q and k if there are any (`qk_norm`).
 
-    `interleaved`: the checkpoint's heads rotate interleaved pairs of dimensions. `input_size`: what q, k and v are
-    projected from, if not D.
+    `interleaved`: the checkpoint's heads rotate interleaved pairs of dimensions. `order`: for each dimension of a head,
+    its index in the checkpoint's heads of q and k. `input_size`: what q, k and v are projected from, if not D.
     """
     attention, rope = layer.kind.attention, layer.kind.rope
-    order = order_halves(rope.rotary_dim, attention.head_dim) if interleaved and rope is not None else None
+    if interleaved and rope is not None:
+        order = order_halves(rope.rotary_dim, attention.head_dim)
     rows = {layer.tensor(modules[part]): count for part, count in count_rows(attention).items()}
     table = _qkv_params(layer, rows, partial(fuse_qkv, attention, order), input_size)
     table |= _output_params(layer, modules["o"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -19,6 +19,9 @@ from jaxserve.media.items import MediaItem
 from jaxserve.media.processors import ImageProcessor
 from jaxserve.media.prompt import ImageTokens
 
+MutualLayers = Literal["all", "windowed"]
+"""Layers of a text model: all of them, or those with a window."""
+
 
 @dataclass(frozen=True)
 class TowerConfig:
@@ -29,8 +32,9 @@ class TowerConfig:
     `deep_layers` (ascending) become vectors, too, which are added behind the text model's first layers, one for each.
     `positions` is the side of a square table of positions. `rope` rotates each half of a head by a coordinate of the
     patch. The vectors of Pixtral's towers go through a `projector`, behind a norm of their own (`merger_norm`) and a
-    product that joins a square's patches, if there is one. With `mutual` the tokens of an image see each other in the
-    text model, wherever they are in it. The images of a step have at most `max_patches`.
+    product that joins a square's patches, if there is one. Those of Gemma 4's towers may have products between bounds
+    (`clips`), and are rescaled (`standardizes`). In the `mutual` layers of the text model the tokens of an image see
+    each other, wherever they are in it. The images of a step have at most `max_patches`.
     """
 
     blocks: DecoderConfig
@@ -42,7 +46,9 @@ class TowerConfig:
     rope: RopeConfig | None = None
     projector: MLPConfig | None = None
     merger_norm: NormConfig | None = None
-    mutual: bool = False
+    clips: bool = False
+    standardizes: bool = False
+    mutual: MutualLayers | None = None
     max_patches: int = 0
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,9 +27,12 @@ from jaxserve.core.models.layouts import JoinedRows, transpose
 from jaxserve.core.models.parameters import linear_params
 from jaxserve.core.models.tower import TowerConfig
 from jaxserve.errors import ConfigError, shorten
+from jaxserve.media.items import MediaItem
+from jaxserve.media.patch_positions import find_places
+from jaxserve.media.processors.processor import PixelForm
 
 COLOURS = 3
-_AXIAL = "axial"
+_ROPE_TYPES = ("axial", "default")  # two names of the same
 _THETA = 10000.0
 
 
@@ -62,11 +66,11 @@ def make_blocks(
 
 def read_axial_rope(config: HFConfig, rotary_dim: int, theta: float = _THETA) -> RopeConfig:
     """Returns the rotation by coordinates that `rope_parameters` describes; `theta` is the default of its base."""
-    known = {"rope_type": _AXIAL, "rope_theta": theta}
+    known = ("rope_type", "rope_theta")
     given = config.mapping("rope_parameters")
     for key, value in given.items():
-        if key not in known or (key == "rope_type" and value != _AXIAL):
-            message = f"{shorten(value)} is not supported; known are {', '.join(known)} ({_AXIAL})"
+        if key not in known or (key == "rope_type" and value not in _ROPE_TYPES):
+            message = f"{shorten(value)} is not supported; known are {', '.join(known)} ({', '.join(_ROPE_TYPES)})"
             raise ConfigError(message, field=f"rope_parameters.{key}", value=value)
     return RopeConfig(rotary_dim, check_number("rope_parameters.rope_theta", given.get("rope_theta", theta)))
 
@@ -85,11 +89,44 @@ def _flatten_kernel(tensor: np.ndarray) -> JoinedRows:
     return transpose(tensor if tensor.ndim == 1 else tensor.reshape(len(tensor), -1))
 
 
+def arrange_squares(config: TowerConfig, items: Sequence[MediaItem]) -> dict[str, np.ndarray]:
+    """Returns "patches" and "places" of images behind each other, as `describe_squares`.
+
+    Their patches lie row by row in the items. Those of a vector, a square, are made neighbours. They keep their places,
+    so attention gives the same.
+    """
+    patches, places = [], []
+    for item in items:
+        place = find_places(item.grid, config.merge_size)
+        rows = np.frombuffer(item.patches, np.uint8).reshape(item.num_patches, -1)
+        patches.append(rows[place[:, 0] * item.grid[2] + place[:, 1]])
+        places.append(place)
+    return {"patches": np.concatenate(patches), "places": np.concatenate(places)}
+
+
+def describe_squares(num_patches: int, patch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the arrays of N patches: bytes, and their rows and columns."""
+    return {
+        "patches": jax.ShapeDtypeStruct((num_patches, COLOURS * patch_size**2), jnp.uint8),
+        "places": jax.ShapeDtypeStruct((num_patches, 2), jnp.int32),
+    }
+
+
 def embed_patches(
-    config: TowerConfig, leaf: Leaves, patches: Int[Array, "N values"], ctx: LayerContext, *, frames: int = 1
+    config: TowerConfig,
+    leaf: Leaves,
+    patches: Int[Array, "N values"],
+    ctx: LayerContext,
+    *,
+    form: PixelForm | None = None,
+    frames: int = 1,
 ) -> Stream:
-    """Returns the stream of patches as bytes, each [colours, ...] and repeated as so many frames."""
-    form = config.processor.form
+    """Returns the stream of patches as bytes, each [colours, ...] and repeated as so many frames.
+
+    Args:
+        form: how bytes become numbers, if not as the processor says.
+    """
+    form = config.processor.form if form is None else form
     values = patches.reshape(len(patches), COLOURS, 1, -1).astype(jnp.float32) * np.float32(form.rescale_factor)
     if form.mean is not None and form.std is not None:
         mean, std = (np.array(each, np.float32)[:, None, None] for each in (form.mean, form.std))
@@ -99,11 +136,17 @@ def embed_patches(
     return linear(ctx, leaf, repeated.reshape(len(patches), -1))
 
 
-def run_blocks(config: TowerConfig, layers: Any, x: Stream, ctx: LayerContext) -> Iterator[Stream]:
-    """Yields the stream behind each block, whose keys and values are in the context's pool."""
+def run_blocks(
+    config: TowerConfig,
+    layers: Any,
+    x: Stream,
+    ctx: LayerContext,
+    layer: Callable[..., tuple[Stream, Any]] = pre_norm_layer,
+) -> Iterator[Stream]:
+    """Yields the stream behind each block (`layer`), whose keys and values are in the context's pool."""
     pool = ctx.pool
     for index, kind in enumerate(config.blocks.layers):
-        x, pool = pre_norm_layer(config.blocks, kind, layers[index], x, replace(ctx, pool=pool))
+        x, pool = layer(config.blocks, kind, layers[index], x, replace(ctx, pool=pool))
         yield x
 
 
