@@ -107,6 +107,11 @@ ENGINE_COUNTERS: Table[EngineStats] = (
     ("image_row_hits_total", "Others of them, whose vectors the device had.", lambda s: s.images.row_hits),
     ("tower_images_total", "Images that the tower computed.", lambda s: s.images.num_computed),
     ("tower_patches_total", "Patches of the images that the tower computed.", lambda s: s.images.num_computed_patches),
+    (
+        "tower_step_seconds_total",
+        "Seconds of the steps in front of which the tower ran, with its own.",
+        lambda s: s.images.step_seconds,
+    ),
     ("useful_tokens_total", "Tokens that steps computed for requests.", lambda s: s.useful_tokens),
     ("padded_tokens_total", "Tokens of padding that steps computed beside them.", lambda s: s.padded_tokens),
     (

@@ -54,6 +54,7 @@ class ImageStats:
     row_hits: int = 0  # others, whose vectors the device had
     num_computed: int = 0  # by the tower
     num_computed_patches: int = 0
+    step_seconds: float = 0.0  # of steps in front of which the tower ran, with its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def _read_drafts(counts: SchedulerCounts) -> DraftStats:
 def _read_images(engine: Engine) -> ImageStats:
     counts, tower = engine.scheduler.counts, engine.runner.counts
     hits = counts.image_page_hits, counts.image_row_hits
-    return ImageStats(counts.num_images, *hits, tower.tower_images, tower.tower_patches)
+    return ImageStats(counts.num_images, *hits, tower.tower_images, tower.tower_patches, counts.tower_step_seconds)
 
 
 def _read_host(engine: Engine) -> HostTierStats:

@@ -45,7 +45,7 @@ def make_stats(**changes: Any) -> EngineStats:
         "num_programs": 14,
         "attention": AttentionStats("xla", 'portable attention: "gpu" failed', True),
         "drafts": DraftStats(600, 2400, 1301, (550, 400, 250, 101)),
-        "images": ImageStats(61, 13, 19, 37, 4736),
+        "images": ImageStats(61, 13, 19, 37, 4736, 8.75),
         "adapters": AdapterStats(2, 1, ("a",), ("b", "c")),
         "pools": (PoolStats(10, 9, 1), PoolStats(100, 25, 30)),
     }

@@ -314,6 +314,7 @@ def test_the_engines_counters() -> None:
         "image_row_hits_total": 19,
         "tower_images_total": 37,
         "tower_patches_total": 4736,
+        "tower_step_seconds_total": 8.75,
         "useful_tokens_total": stats.useful_tokens,
         "padded_tokens_total": stats.padded_tokens,
         "compiles_total": stats.num_compiles,

@@ -108,7 +108,9 @@ class Scheduler:
         Args:
             compiled: whether a program was compiled meanwhile; the time then says nothing of later steps.
         """
-        if not compiled and self.widths is None:
+        if plan.image_writes:
+            self.counts.tower_step_seconds += seconds  # which say nothing of steps without images
+        elif not compiled and self.widths is None:
             tokens, each = plan.num_tokens // plan.width, seconds / plan.width
             self.times.add(tokens, plan.num_rows, each, has_adapters=plan.adapters > 0)
         elif not compiled:

@@ -21,6 +21,7 @@ class SchedulerCounts:
     host_hits: int = 0  # those among them that were loaded from the host tier
     num_images: int = 0  # of prompts, counted at a request's first admission
     image_page_hits: int = 0  # those among them that lay in pages of the prefix cache
+    tower_step_seconds: float = 0.0  # of steps that images were computed in front of, and of these images
     image_row_hits: int = 0  # others, whose vectors the device had
     num_drafts: int = 0  # chains of drafts that were verified: one for each row with drafts in a step
     num_draft_tokens: int = 0  # drafts in them

@@ -186,6 +186,22 @@ def test_a_chunk_ends_in_front_of_an_image_that_must_wait() -> None:
     assert plan.has_images and after.has_images
 
 
+def test_times_of_steps_behind_a_tower_say_nothing_of_others() -> None:
+    """A limit of a step's time would else make all prompts wait for chunks that are fast without images."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [(1, 10), (0, 2)]))
+    scheduler.add(make_request("b", [(0, 12)]))
+    seen = scheduler.plan()
+    assert seen is not None and seen.image_writes
+    scheduler.add_time(seen, 2.5)
+    assert (scheduler.times.estimate(seen.num_tokens), scheduler.counts.tower_step_seconds) == (0.0, 2.5)
+    scheduler.add(make_request("c", [(0, seen.num_tokens)]))
+    plain = scheduler.plan()
+    assert plain is not None and not plain.image_writes
+    scheduler.add_time(plain, 0.5)
+    assert (scheduler.times.estimate(plain.num_tokens), scheduler.counts.tower_step_seconds) == (0.5, 2.5)
+
+
 def test_one_token_in_front_of_an_image_needs_a_program_that_reads_images() -> None:
     """Its position is not that of a text of this row; behind the last image any program will do."""
     scheduler = make_scheduler()
