@@ -60,7 +60,7 @@ class Backend:
 
 _BACKENDS = {
     "xla": Backend("pallas_kernels.xla", takes_last_keys=True),
-    "cpu": Backend("pallas_kernels.cpu.attention", "cpu", fused=True),
+    "cpu": Backend("pallas_kernels.cpu.attention", "cpu", fused=True, takes_last_keys=True),
     "gpu": Backend("pallas_kernels.hopper.attention", "gpu", "Hopper (sm_90)", fused=True, splits_keys=True),
     "gpu_interpret": Backend("pallas_kernels.hopper.attention", "cpu", interpret=True, fused=True, splits_keys=True),
     "ampere": Backend(

@@ -40,7 +40,7 @@ def prepare_batch(
         impl: the implementation; None for the best one on the device that is traced for.
         config: its tuning; None for the device's table, else the formula.
         last_keys: the last key that each token sees, in its row's text: from its own on, and at most the row's last. A
-            window still ends at the token's own position. None: its own key. Only portable attention takes them.
+            window still ends at the token's own position. None: its own key. Only portable attention and the CPU kernel take them.
 
     Raises:
         ValueError: shapes do not fit each other, or the implementation cannot do `shape` or take `last_keys`.
@@ -59,7 +59,10 @@ def prepare_batch(
     if obstacle is not None:
         raise ValueError(f"impl {name!r} cannot run: {obstacle}")
     if last_keys is not None and not (backend.takes_last_keys and shape.causal and last_keys.shape == (num_tokens,)):
-        raise ValueError(f"last_keys {last_keys.shape} are for {num_tokens} tokens of causal attention with impl 'xla'")
+        message = (
+            f"last_keys {last_keys.shape} are for {num_tokens} tokens of causal attention with impl 'xla' or 'cpu'"
+        )
+        raise ValueError(message)
     page_size = shape.spec.page_size
     query_lens = jnp.diff(query_start_loc)
     seq_lens = jnp.where(query_lens > 0, seq_lens, 0)

@@ -107,6 +107,7 @@ def attend_with_update(
         jnp.stack([jnp.asarray(layer.page_offset, jnp.int32), *map(jnp.int32, numbers)]),
         jnp.array([params.scale, params.softcap or 0], jnp.float32),
         jnp.zeros(0, jnp.float32) if heads.sinks is None else heads.sinks.astype(jnp.float32),
+        jnp.zeros(0, jnp.int32) if batch.last_keys is None else batch.last_keys,
     )
     return (out if v_scale is None else _scale(out, v_scale)), kv_pages
 

@@ -43,7 +43,8 @@ struct Problem {
   bool wide_q;            // whether q, k, v and out are float32
   const int32_t *table, *write_pages, *write_offsets;
   const int32_t *rows, *starts, *counts, *positions, *ends;  // of the tiles
-  const float* sinks;                                 // [N], or null
+  const int32_t* last_keys;  // [T], that each query sees, ascending in a row, and at least its own; or null: its own
+  const float* sinks;        // [N], or null
   int64_t num_tokens, num_heads, num_kv_heads, head_dim, value_dim, page_size, page_rows, table_width;
   int64_t page_offset, window;  // the most keys that a query sees, up to its last; 0: all
   int64_t step;                 // of the last key seen, from one query to the next: 1, or 0 if all see the whole row
@@ -246,7 +247,7 @@ void AttendTile(const Problem& p, const Tile& tile, int64_t width, float* scratc
   int64_t group = p.group(), used = tile.count * group;
   float *q = scratch, *sums = q + p.head_dim * width, *scores = sums + p.value_dim * width;
   float *largest = scores + kKeys * width, *total = largest + width, *shrink = total + width, *ends = shrink + width;
-  float *line = ends + width, *wide_keys = line + std::max(p.head_dim, p.value_dim);
+  float *seen = ends + width, *line = seen + width, *wide_keys = line + std::max(p.head_dim, p.value_dim);
   float *wide_values = wide_keys + kKeys * p.head_dim, *narrow_weights = wide_values + kKeys * p.value_dim;
   auto *pairs = reinterpret_cast<uint32_t*>(q), *weights = reinterpret_cast<uint32_t*>(narrow_weights);
   std::fill(q, scores, 0.0f);
@@ -255,7 +256,8 @@ void AttendTile(const Problem& p, const Tile& tile, int64_t width, float* scratc
     int64_t token = std::min(m / group, tile.count - 1), head = tile.head * group + m % group;
     largest[m] = p.sinks ? p.sinks[head] : kMasked;
     total[m] = p.sinks ? 1.0f : 0.0f;
-    ends[m] = static_cast<float>(tile.position + token * p.step);  // its last key; exact up to 2^24
+    ends[m] = static_cast<float>(tile.position + token * p.step);  // where its window ends; exact up to 2^24
+    seen[m] = p.last_keys ? static_cast<float>(p.last_keys[tile.start + token]) : ends[m];
     if (m >= used) continue;
     if constexpr (in_tiles) {
       int64_t at = ((tile.start + token) * p.num_heads + head) * p.head_dim;
@@ -277,14 +279,14 @@ void AttendTile(const Problem& p, const Tile& tile, int64_t width, float* scratc
     bool is_cut = first + count - 1 > tile.position ||  // some query does not see all of these keys
                   (p.window && first <= tile.position + tile.count - 1 - p.window);
     for (int64_t m = 0; m < width; m += kLanes) {
-      Vec before = Load(largest + m), most = before, end = Load(ends + m), sum = {};
+      Vec before = Load(largest + m), most = before, end = Load(ends + m), last = Load(seen + m), sum = {};
       for (int64_t e = 0; e < count; ++e) {
         Vec x = Load(scores + e * width + m);
         if (in_tiles) x *= p.scale;
         if (p.softcap) x = Cap(x, p.softcap);
         if (is_cut) {
           float key = static_cast<float>(first + e);
-          x = end < key ? Fill(kMasked) : x;
+          x = last < key ? Fill(kMasked) : x;
           if (p.window) x = end - static_cast<float>(p.window) >= key ? Fill(kMasked) : x;
         }
         if (in_tiles || is_cut || p.softcap) Store(scores + e * width + m, x);
@@ -327,7 +329,7 @@ int64_t TileWidth(const Problem& p, int64_t tile_tokens) {
 
 int64_t ScratchSize(const Problem& p, int64_t width) {
   int64_t dims = p.head_dim + p.value_dim;
-  return (dims + kKeys + 5 + kKeys / 2) * std::max(width, int64_t{kLanes}) + 3 * dims + kKeys * dims;
+  return (dims + kKeys + 6 + kKeys / 2) * std::max(width, int64_t{kLanes}) + 3 * dims + kKeys * dims;
 }
 
 template <typename T>
@@ -335,7 +337,7 @@ void Attend(const Problem& p, int64_t index, int64_t tile_tokens, float* scratch
   int64_t i = index / p.num_kv_heads;
   Tile tile{p.rows[i], p.starts[i], p.counts[i], p.positions[i], index % p.num_kv_heads, 0, 0};
   tile.begin = p.window ? std::max(int64_t{0}, tile.position - p.window + 1) : 0;
-  tile.end = p.ends[i];
+  tile.end = p.last_keys ? p.last_keys[tile.start + tile.count - 1] + 1 : p.ends[i];
   if (tile_tokens == 1 && p.group() <= kFewQueries)
     AttendRows<T>(p, tile, scratch);
   else if (!p.in_tiles)
@@ -400,7 +402,7 @@ void RunStep(const Threads& threads, const Problem& p, std::initializer_list<Til
 }
 
 const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or null
-  enum { kQ, kK, kV, kPages, kTable, kWrites, kTiles, kSizes, kFactors, kSinks, kNumArgs };
+  enum { kQ, kK, kV, kPages, kTable, kWrites, kTiles, kSizes, kFactors, kSinks, kLastKeys, kNumArgs };
   if (frame->args.size != kNumArgs || frame->rets.size != 2) return "wrong number of arrays";
   auto arg = [&](int i) { return Argument(frame, i); };
   auto ints = [&](int i) { return Ints(frame, i); };
@@ -427,6 +429,8 @@ const char* Call(const XLA_FFI_CallFrame* frame) {  // returns what is wrong, or
   const float* factors = static_cast<const float*>(arg(kFactors).data);
   p.scale = factors[0], p.softcap = factors[1];
   p.sinks = arg(kSinks).dims[0] ? static_cast<const float*>(arg(kSinks).data) : nullptr;
+
+  p.last_keys = arg(kLastKeys).dims[0] ? ints(kLastKeys) : nullptr;
 
   TileList singles{0, sizes[3], 1}, chunks{sizes[3], num_tiles - sizes[3], sizes[4]};
   auto run = pages.dtype == XLA_FFI_DataType_F32 ? RunStep<float> : RunStep<BFloat16>;

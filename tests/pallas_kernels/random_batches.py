@@ -31,6 +31,18 @@ def draw_batches(draw: st.DrawFn, shapes: Sequence[Case]) -> Case:
 
 
 @st.composite
+def draw_images(draw: st.DrawFn, shapes: Sequence[Case]) -> Case:
+    """The same with a run of tokens in each chunk that see each other; some of them were computed before."""
+    case = draw(draw_batches(shapes))
+    runs = []
+    for row, (computed, count) in enumerate(case.rows):
+        if count > 1:
+            end = draw(st.integers(computed + 2, computed + count))
+            runs.append((row, draw(st.integers(0, end - 2)), end))
+    return replace(case, mutual=tuple(runs))
+
+
+@st.composite
 def draw_sizes(draw: st.DrawFn, total: int, count: int) -> list[int]:
     """`count` sizes, zeros among them, that take all of `total` or less."""
     used = draw(st.just(total) | st.integers(0, total))

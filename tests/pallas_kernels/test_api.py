@@ -231,11 +231,12 @@ def test_importing_the_package_loads_nothing() -> None:
 
 
 @pytest.mark.parametrize("fault", ["impl", "mask", "length"])
-def test_last_keys_are_for_causal_portable_attention(inputs: Inputs, fault: str) -> None:
+def test_last_keys_are_for_causal_attention_that_takes_them(inputs: Inputs, fault: str) -> None:
     impl = "tpu_interpret" if fault == "impl" else "xla"
     shape = replace(CASE.with_layout(choose_layout(impl, CASE.spec)).shape, causal=fault != "mask")
     last_keys = np.zeros(CASE.max_tokens - (fault == "length"), np.int32)
-    with pytest.raises(ValueError, match=r"last_keys \(\d+,\) are for 64 tokens of causal attention with impl 'xla'"):
+    message = r"last_keys \(\d+,\) are for 64 tokens of causal attention with impl 'xla' or 'cpu'"
+    with pytest.raises(ValueError, match=message):
         prepare_batch(
             *inputs.meta, num_tokens=CASE.max_tokens, shape=shape, max_query_len=None, impl=impl, last_keys=last_keys
         )

@@ -20,12 +20,12 @@ from pallas_kernels import AttnLayer, AttnShape, HeadParams, KVSpec, attend_with
 from pallas_kernels.cpu import library
 from pallas_kernels.cpu.attention import find_obstacle
 from pallas_kernels.testing.case import LAYER, Case, largest_error, make_inputs
-from pallas_kernels.testing.cases import CASES, LONG_CASES
+from pallas_kernels.testing.cases import CASES, LONG_CASES, MUTUAL_CASES
 from pallas_kernels.testing.reference import attend_by_formula
 from pallas_kernels.testing.runner import run_case
 from tests.examples import scale_examples
 from tests.pallas_kernels.cpu_library import BUILT
-from tests.pallas_kernels.random_batches import draw_batches
+from tests.pallas_kernels.random_batches import draw_batches, draw_images
 from tests.programs import PROGRAMS
 
 pytestmark = BUILT
@@ -86,6 +86,16 @@ def test_random_batches_in_tiles(case: Case, seed: int) -> None:
         check_case(case, seed)
 
 
+SEEN = [SHAPES[4], TILED[1]]
+
+
+@settings(max_examples=scale_examples(40), deadline=None)
+@given(case=draw_images(SEEN), seed=st.integers(0, 2**32 - 1))
+def test_tokens_of_random_images_see_each_other(case: Case, seed: int) -> None:
+    with mock.patch.object(library, "has_tiles", lambda: True):
+        check_case(case, seed)
+
+
 @pytest.fixture(params=[False, True], ids=["vectors", "tiles"])
 def each_unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A program knows what it was traced for, and the cache of traces does not."""
@@ -93,6 +103,12 @@ def each_unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     jax.clear_caches()
     yield
     jax.clear_caches()
+
+
+@pytest.mark.usefixtures("each_unit")
+@pytest.mark.parametrize("case", MUTUAL_CASES, ids=lambda case: case.name)
+def test_tokens_that_see_each_other(case: Case) -> None:
+    check_case(case)
 
 
 @pytest.mark.usefixtures("each_unit")

@@ -22,6 +22,8 @@ from jaxserve.features.speculation.drafters import DrafterModel
 from jaxserve.presets import load_preset
 from jaxserve.tools import doctor
 from jaxserve.tools.doctor import Check, Finding, FindParts, Seen, list_checks, print_report, run_checks
+from pallas_kernels import backends
+from pallas_kernels.backends import find_backend
 from pallas_kernels.cpu import library
 from tests.families.towers import FOLDER
 from tests.test_devices import break_jax
@@ -165,10 +167,20 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings["Images"].text.endswith("layers of the tower: 3")
     assert "images, xla: that of the text model" in findings["Attention"].text
     assert examine(tmp_path)["Images"].text == "none are read"
-    for name, has_line in (("qwen3_vl", False), ("gemma3", True)):
+
+
+@pytest.mark.parametrize("takes_last_keys", [True, False])
+def test_images_whose_tokens_see_each_other(
+    takes_last_keys: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On devices whose kernel has no such mask, prompts have portable attention."""
+    kernel = replace(find_backend("cpu"), takes_last_keys=takes_last_keys)
+    monkeypatch.setitem(backends._BACKENDS, "cpu", kernel)
+    monkeypatch.setattr("jaxserve.core.runtime.self_test.confirm_kernels", lambda shapes, device: shapes)
+    for name, is_mutual in (("qwen3_vl", False), ("gemma3", True), ("gemma4", True)):
         first, *others = examine(tmp_path, find_in(name))["Attention"].text.split("\n")
         is_there = any(line.startswith("prompts, xla: portable attention: tokens of one image") for line in others)
-        assert is_there == (has_line and not first.startswith("xla: "))
+        assert is_there == (is_mutual and not takes_last_keys and not first.startswith("xla: "))
 
 
 def find_in(name: str) -> FindParts:

@@ -9,10 +9,11 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxserve.request import FIRST_IMAGE_ROW
+from pallas_kernels.backends import find_backend
 from pallas_kernels.batch import prepare_batch
 from pallas_kernels.spec import AttnShape, BatchMeta
 
-MUTUAL_IMPL = "xla"  # of attention in which tokens of an image see each other
+MUTUAL_IMPL = "xla"  # of attention in which tokens of an image see each other, where `impl` takes no last keys
 
 
 def prepare_batches(
@@ -40,7 +41,7 @@ def prepare_batches(
             num_tokens=num_tokens,
             shape=shape,
             max_query_len=max_query_len,
-            impl=impl if keys is None else MUTUAL_IMPL,
+            impl=impl if keys is None or find_backend(impl).takes_last_keys else MUTUAL_IMPL,
             last_keys=keys,
         )
         for table, shape, keys in zip(tables, shapes, last_keys or (None,) * len(shapes), strict=True)

@@ -27,7 +27,7 @@ from jaxserve.core.sharding import DEFAULT_RULES
 from jaxserve.errors import ConfigError
 from jaxserve.files import find_other_writer
 from jaxserve.logits_processor import LogitsProcessor
-from pallas_kernels.backends import choose_layout, find_table_obstacle, resolve_impl
+from pallas_kernels.backends import choose_layout, find_backend, find_table_obstacle, resolve_impl
 from pallas_kernels.cpu.library import find_obstacle as find_library_obstacle
 from pallas_kernels.cpu.library import has_tiles, max_product_rows
 from pallas_kernels.cpu.library import load as load_cpu_kernels
@@ -71,7 +71,7 @@ class Sizes:
     @property
     def prompt_impl(self) -> tuple[str, str] | None:
         """Returns the implementation of steps that compute prompts and the reason, if it is another than `impl`."""
-        if not self.model.mutual_images or self.impl == MUTUAL_IMPL:
+        if not self.model.mutual_images or find_backend(self.impl).takes_last_keys:
             return None
         return MUTUAL_IMPL, "portable attention: tokens of one image see each other, which kernels have no mask for"
 
