@@ -40,7 +40,8 @@ def prepare_batch(
         impl: the implementation; None for the best one on the device that is traced for.
         config: its tuning; None for the device's table, else the formula.
         last_keys: the last key that each token sees, in its row's text: from its own on, and at most the row's last. A
-            window still ends at the token's own position. None: its own key. Only portable attention and the CPU kernel take them.
+            window still ends at the token's own position. None: its own key. Only portable attention and the CPU kernel
+            take them.
 
     Raises:
         ValueError: shapes do not fit each other, or the implementation cannot do `shape` or take `last_keys`.
