@@ -44,7 +44,7 @@ def serve_as_text(
 
     def parse(config: HFConfig) -> DecoderConfig:
         modules = ", ".join(f"{tower}.*" for tower in towers)
-        _log.info("%s: text is served by the language model; only images need %s", model_type, modules)
+        _log.info("%s: text is served by the language model; only other inputs need %s", model_type, modules)
         inner = HFConfig(_read_text_config(config, text.model_type), text.keys, text.ignored_keys)
         return replace(text.parse(inner), family=model_type)
 

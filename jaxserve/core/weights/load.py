@@ -161,22 +161,24 @@ def _require_equal_copies(
 
 
 def _check_left_out(checkpoint: Checkpoint, sources: Mapping[str, WeightSource], *, is_shared: bool) -> None:
-    """Logs the tensors that are not read: those that hold weights as a warning, unless files are shared.
+    """Logs the tensors that are not read: those that hold weights as a warning. Of shared files it says nothing.
 
     Weights have at least two axes, which biases have among experts, and GPTQ's zero points, too.
     """
     used = {name for source in sources.values() for name in source.names}
     left_out = sorted(checkpoint.names - used)
     _require_empty_biases(checkpoint, used, left_out)
+    if is_shared:
+        return
     no_weights = {source.copy for source in sources.values()}
     no_weights |= {name for name in left_out if name.endswith(("bias", "qzeros")) or len(checkpoint.shape(name)) < 2}
-    weights = [] if is_shared else [name for name in left_out if name not in no_weights]
+    weights = [name for name in left_out if name not in no_weights]
     others = sorted(set(left_out).difference(weights))
     if weights:
         text = "%d tensors of the checkpoint hold weights that the model does not use: %s"
         _log.warning(text, len(weights), list_names(weights))
     if others:
-        _log.info("%d tensors of the checkpoint are not needed: %s", len(others), list_names(others))
+        _log.info("%d tensors of the checkpoint are not in the language model: %s", len(others), list_names(others))
 
 
 def _require_empty_biases(checkpoint: Checkpoint, used: Collection[str], left_out: Collection[str]) -> None:

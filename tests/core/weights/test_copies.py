@@ -139,4 +139,4 @@ def test_weights_that_are_not_used_are_no_remark(tmp_path: Path, caplog: pytest.
     jax.block_until_ready(load(write_single(tmp_path, tensors), model))
     found = {record.levelname: record.getMessage() for record in caplog.records if "of the checkpoint" in record.msg}
     assert f"1 tensors of the checkpoint hold weights that the model does not use: '{layer}.eh_proj" in found["WARNING"]
-    assert found["INFO"].startswith("2 tensors of the checkpoint are not needed")
+    assert found["INFO"].startswith("2 tensors of the checkpoint are not in the language model")
