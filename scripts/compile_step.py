@@ -1,5 +1,5 @@
 """Compiles whole engine steps for devices that are not attached: the largest programs of a dense model, of some with
-experts, of each kind one, and of two with recurrent states.
+experts, of each kind one, of two with recurrent states, and of two that read images.
 
 A child process of `scripts/test_kernels.py`, like `pallas_kernels.testing.kernel_gate`: see `compile_gate.py`.
 The programs are the engine's own, with pools of the size that the engine would plan; the arguments are abstract.
@@ -27,10 +27,12 @@ from jaxserve.engine.model_files import ModelFiles, resolve_model
 from jaxserve.families.registry import param_specs
 from jaxserve.features.bundle.tuned.options import tuned_options
 from jaxserve.features.choose import make_shapes
+from jaxserve.features.images.feature import Images
 from jaxserve.presets import load_preset
 from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, choose_names, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
+from scripts.image_models import IMAGE_MODELS
 
 DENSE, EXPERTS, LATENT, HEAD = "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "mimo-7b"
 HYBRID, MAMBA = "qwen3.6-35b-a3b", "nemotron-nano-9b-v2"
@@ -40,6 +42,7 @@ PRESETS = {  # the first always, the others in the full gate
     "tpu": (DENSE, EXPERTS, LATENT, HYBRID, MAMBA),
 }
 MORE_PRESETS = {"v6e": (DENSE, HYBRID), "tpu7x": (DENSE, HYBRID)}  # of targets without a full gate
+IMAGE_STEPS = ("qwen3-vl-8b", "gemma-3-27b")
 ENCODERS = ("bge-m3", "embeddinggemma-300m", "modernbert-base")  # the first always, the others in the full gate
 ENCODER_LAYERS = 6  # of the others: with windows and without
 ENCODER_PAGES = 8192
@@ -64,7 +67,8 @@ QUANTIZED_STEPS = (  # the first on GPUs always, the others in the full gate
 DEVICE_COUNTS = {"gpu": (1, 2), "tpu": (8,)}  # the first always, the others in the full gate
 # A few layers show what is wrong in a step; the full gate compiles all layers of one model, which takes minutes.
 FEW_LAYERS, FEWEST_LAYERS = 4, 2  # in the full gate, without it
-MAX_MODEL_LEN = {LATENT: 65536, HYBRID: 65536, MAMBA: 65536}  # their own would not fit the scalar memory of a TPU
+# Their own would not fit the scalar memory of a TPU.
+MAX_MODEL_LEN = dict.fromkeys((LATENT, HYBRID, MAMBA, *IMAGE_MODELS), 65536)
 MEMORY_SHARE = 0.9
 LAYER_LAUNCHES = {"h200": {1: 13, 32: 13}}  # the most kernels of a layer of the dense model, by rows that decode
 DRAFTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -84,9 +88,14 @@ def make_step_shapes(
     impl: str,
     drafts: Mapping[str, Any] | None = None,
     quantization: Mapping[str, Any] | None = None,
+    num_tower_layers: int | None = None,
 ) -> Shapes:
-    """Returns the shapes with which the engine would serve the preset on the target, with all layers or fewer."""
-    hf_config = dict(load_preset(preset) or {})
+    """Returns the shapes with which the engine would serve the preset on the target, with all layers or fewer.
+
+    A name of `IMAGE_MODELS` is that of a model with its tower, which has layers of its own.
+    """
+    reader = IMAGE_MODELS.get(preset)
+    hf_config = dict(load_preset(preset) or {}) if reader is None else reader.config
     if quantization is not None:
         hf_config["quantization_config"] = quantization
     if num_layers is not None:  # the last ones, among which is each kind
@@ -106,7 +115,7 @@ def make_step_shapes(
         # Their own pool has two steps of one layer, less than the temporaries, which it must exceed for the gate.
         num_kv_pages_override=ENCODER_PAGES if preset in ENCODERS else None,
         tensor_parallel_size=num_devices,
-        enable_expert_parallel=preset not in (DENSE, HEAD, MAMBA) and num_devices > 1,
+        enable_expert_parallel=preset not in (DENSE, HEAD, MAMBA, *IMAGE_MODELS) and num_devices > 1,
         attention_impl=impl,
         max_model_len=MAX_MODEL_LEN.get(preset),
         speculative_config=drafts,
@@ -114,7 +123,9 @@ def make_step_shapes(
     files = ModelFiles(None, hf_config, {})
     model = resolve_model(config, files)
     drafter = locate_drafter(config, files, model)
-    return make_shapes(config, model, target.platform, target.device_kind, None if drafter is None else drafter.model)
+    tower = None if reader is None else reader.make_tower(model, num_devices, num_tower_layers)
+    parts = None if drafter is None else drafter.model, tower
+    return make_shapes(config, model, target.platform, target.device_kind, *parts)
 
 
 def make_target_mesh(gate: Gate, num_devices: int) -> Any:
@@ -147,15 +158,20 @@ def measure_step(
     num_lines = bucket.tokens if bucket.width > 1 else bucket.rows if shapes.num_devices > 1 else 0
     logits = 4 * num_lines * shapes.model.vocab_size
     most_temp = use.recurrent + logits if use.recurrent else None
+    if any(isinstance(feature, Images) for feature in shapes.features):
+        most_temp = use.temporaries
+    impl, reason = (shapes.prompt_impl if bucket.is_mixed else None) or (shapes.impl, shapes.impl_reason)
+    # By v5e's estimate a barrier against heads in products makes a mixed step with portable attention slower, by 4 %.
     report = ProgramReport(
         name,
         gate.target.name,
-        impl=shapes.impl,
-        reason=shapes.impl_reason,
+        impl=impl,
+        reason=reason,
         donated_bytes=plan.bytes_per_device + use.recurrent + use.pending,
         most_temp_bytes=layer if is_bounded else most_temp,
         most_layer_launches=most_layer_launches,
-        loops_follow_batch=shapes.impl == "xla" and shapes.experts is None,  # portable products have loops of experts
+        loops_follow_batch=impl == "xla" and shapes.experts is None,  # portable products have loops of experts
+        judges_heads=impl == shapes.impl,
         judges_tiles=not shapes.model.states,  # nobody has measured products of these sizes on a GPU yet
     )
     return gate.measure(report, partial(compiler.trace_program, "forward", bucket))
@@ -228,6 +244,17 @@ def list_encoders(target: Target, *, full: bool, impl: str) -> dict[str, tuple[S
     return steps
 
 
+def list_readers(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
+    """Returns steps that compute prompts with images by name; CI compiles none."""
+    steps = {}
+    for model in IMAGE_STEPS if full or target.name in MORE_PRESETS else ():
+        num_devices = DEVICE_COUNTS[target.platform][0]
+        shapes = make_step_shapes(target, model, num_devices=num_devices, num_layers=FEW_LAYERS, impl=impl)
+        bucket = shapes.buckets.largest
+        steps[f"step {bucket}: {model}, images, {FEW_LAYERS} layers, {num_devices} devices"] = shapes, bucket
+    return steps
+
+
 def list_counted(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket, int]]:
     """Returns decode steps of few rows, whose small kernels take a good part of their time, and the most per layer.
     Without `full` the one with the fewest rows."""
@@ -247,8 +274,8 @@ def main() -> None:
     target = find_target(args.target)
     impl = args.impl or target.impl
     counted = list_counted(target, full=args.full, impl=impl)
-    plain = list_steps(target, full=args.full, impl=impl) | list_encoders(target, full=args.full, impl=impl)
-    steps = {name: (*step, None) for name, step in plain.items()} | counted
+    plain = [make(target, full=args.full, impl=impl) for make in (list_steps, list_encoders, list_readers)]
+    steps = {name: (*step, None) for each in plain for name, step in each.items()} | counted
     chosen = choose_names(args, steps)
     gate = Gate(target, [] if args.lower_only else open_devices(target))
     with tuned_options(target) as options:

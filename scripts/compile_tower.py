@@ -1,62 +1,30 @@
-"""Compiles the tower of Qwen3-VL-8B, as published, for devices that are not attached.
+"""Compiles the towers of published models that read images for devices that are not attached.
 
-A child process of `scripts/test_kernels.py`, like `scripts/compile_step.py`: see `compile_gate.py`. A program takes one
-batch of images. Its temporaries must grow with the patches, not with their square.
+A child process of `scripts/test_kernels.py`, like `scripts/compile_step.py`: see `compile_gate.py`. A program is the
+engine's own: it computes the images of a step, and writes their vectors to the rows that prompts read. Its temporaries
+must grow with the patches, not with their square.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-
-from jaxserve.core.models.base import ParamSpec
-from jaxserve.core.models.tower import TowerConfig
-from jaxserve.core.runtime.tower import choose_tower_impl, fit_tower, run_tower
-from jaxserve.core.sharding import DEFAULT_RULES
-from jaxserve.families.registry import parse_config
-from jaxserve.families.towers import find_tower, parse_tower, tower_param_specs
+from jaxserve.core.runtime.arguments import make_compiler
+from jaxserve.core.runtime.memory import cache_budget
+from jaxserve.core.runtime.shapes import Shapes
+from jaxserve.core.runtime.startup import estimate_use, plan_pools
+from jaxserve.core.runtime.tower import choose_tower_impl
 from jaxserve.features.bundle.tuned.options import tuned_options
-from jaxserve.media.processors import read_processor
-from jaxserve.media.processors.settings import ImageSettings
-from jaxserve.presets import load_preset
+from jaxserve.features.images.feature import Images
 from pallas_kernels.targets import Target, find_target, open_devices
 from pallas_kernels.testing.compile_gate import Gate, choose_names, make_parser, print_report
 from pallas_kernels.testing.gate_report import ProgramReport
-from scripts.compile_step import make_target_mesh
+from scripts.compile_step import FEW_LAYERS, FEWEST_LAYERS, MEMORY_SHARE, make_step_shapes, make_target_mesh
+from scripts.image_models import IMAGE_MODELS
 
-NAME, TEXT = "qwen3-vl-8b", "qwen3-8b"  # the text model has the sizes of this preset
-VISION: dict[str, Any] = {
-    "deepstack_visual_indexes": [8, 16, 24],
-    "depth": 27,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_size": 1152,
-    "in_channels": 3,
-    "intermediate_size": 4304,
-    "model_type": "qwen3_vl",
-    "num_heads": 16,
-    "num_position_embeddings": 2304,
-    "out_hidden_size": 4096,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-PROCESSOR: dict[str, Any] = {
-    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
-FEW_LAYERS = 2
-NUM_IMAGES = 64
-PATCHES = (16384, 4096)  # the first always, both in the full gate
 DEVICE_COUNTS = {"gpu": 2, "tpu": 8}  # in the full gate, beside one
 # The most bytes of temporaries: of a step of attention, and of a patch. At 16,384 patches the scores of all pairs would
 # be as many for a single head as those of all patches here.
@@ -65,71 +33,54 @@ STEP_TEMP, PATCH_TEMP = 2**28, 2**16
 
 @dataclass(frozen=True)
 class Program:
-    """A tower for a batch of images on some devices."""
+    """The tower of a model, with all layers or a few, for the images of a step on some devices."""
 
-    config: TowerConfig
+    model: str
+    num_layers: int
     num_patches: int
     num_devices: int
 
     @property
     def name(self) -> str:
         """Its name in reports."""
-        layers = self.config.blocks.num_layers
-        return f"tower {self.num_patches} patches: {NAME}, {layers} layers, {self.num_devices} devices"
+        layers = f"{self.num_layers} layers, {self.num_devices} devices"
+        return f"tower {self.num_patches} patches: {self.model}, {layers}"
 
-
-def make_tower(num_layers: int, num_devices: int) -> TowerConfig:
-    """Returns the tower with all layers, or a few, of which the first is deep."""
-    rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-    words = {"model_type": "qwen3_vl_text", "rope_scaling": rope}
-    text = parse_config({"model_type": "qwen3_vl", "text_config": (load_preset(TEXT) or {}) | words})
-    processor = read_processor("qwen3_vl", ImageSettings(PROCESSOR))
-    deep = VISION["deepstack_visual_indexes"] if num_layers == VISION["depth"] else [0]
-    vision = VISION | {"depth": num_layers, "deepstack_visual_indexes": deep}
-    return fit_tower(parse_tower({"vision_config": vision}, text, processor), num_devices)
+    def make_shapes(self, target: Target, impl: str) -> Shapes:
+        """Returns those of an engine whose text model has a few layers: as many as a tower adds to, which sees none."""
+        layers = {"num_layers": FEW_LAYERS, "num_tower_layers": self.num_layers}
+        return make_step_shapes(target, self.model, num_devices=self.num_devices, impl=impl, **layers)
 
 
 def list_programs(target: Target, *, full: bool) -> dict[str, Program]:
-    """Returns the target's programs by name: of the largest size with few layers, in the full gate also others."""
-    sizes = [(FEW_LAYERS, PATCHES[0], 1)]
-    if full:
-        sizes.append((FEW_LAYERS, PATCHES[1], 1))
-        sizes.append((FEW_LAYERS, PATCHES[0], DEVICE_COUNTS[target.platform]))
-        sizes += [(VISION["depth"], patches, 1) for patches in PATCHES]
-    found = (Program(make_tower(layers, devices), patches, devices) for layers, patches, devices in sizes)
+    """Returns the target's programs by name: the largest of the first model with few layers, in the full gate also on
+    several devices, and those of all models with all layers."""
+    first, model = next(iter(IMAGE_MODELS.items()))
+    counts = (1, DEVICE_COUNTS[target.platform]) if full else (1,)
+    found = [Program(first, FEWEST_LAYERS, model.patches[0], num_devices) for num_devices in counts]
+    for name, model in IMAGE_MODELS.items() if full else ():
+        found += [Program(name, model.num_layers, patches, 1) for patches in model.patches]
     return {program.name: program for program in found}
 
 
 def measure_tower(gate: Gate, program: Program, impl: str, options: Mapping[str, Any]) -> ProgramReport:
     """Compiles one program."""
-    config, devices, target = program.config, program.num_devices, gate.target
-    impl, reason = choose_tower_impl(config, impl, devices, target.platform)
-    mesh = None if devices == 1 else make_target_mesh(gate, devices)
-    here = SingleDeviceSharding(gate.devices[0]) if gate.devices else None
-
-    def place(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-        where = here if mesh is None else DEFAULT_RULES.sharding(mesh, spec.axes)
-        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=where)
-
-    def replicate(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        where = here if mesh is None else NamedSharding(mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
-
-    params = jax.tree.map(place, tower_param_specs(config))
-    arrays = jax.tree.map(replicate, find_tower(config).inputs(config, program.num_patches))
-    lengths = replicate(jax.ShapeDtypeStruct((NUM_IMAGES,), jnp.int32))
-    run = functools.partial(run_tower, config, impl=impl, mesh=mesh)
-    jitted = jax.jit(run, compiler_options=dict(options) if gate.devices else None)
+    target, shapes = gate.target, program.make_shapes(gate.target, impl)
+    (images,) = (feature for feature in shapes.features if isinstance(feature, Images))
+    impl, reason = choose_tower_impl(images.tower, shapes.impl, shapes.num_devices, target.platform)
+    plan = plan_pools(shapes, budget=cache_budget(target.memory_bytes, MEMORY_SHARE, estimate_use(shapes)))
+    compiler = make_compiler(shapes, plan, make_target_mesh(gate, shapes.num_devices), options=options)
     report = ProgramReport(
         program.name,
         target.name,
         impl=impl,
         reason=reason,
+        donated_bytes=images.rows_bytes,
         loops_follow_batch=impl == "xla",
         judges_tiles=True,
         most_temp_bytes=STEP_TEMP + PATCH_TEMP * program.num_patches,
     )
-    return gate.measure(report, lambda: jitted.trace(params, arrays, lengths))
+    return gate.measure(report, partial(compiler.trace_program, "tower", program.num_patches))
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _TPU_CALL = re.compile(r'%([\w-]+?)(?:\.\d+)* = .*custom_call_target="tpu_custom_call"')
 _VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 # A copy into a TPU's VMEM, S(1), reads the parameter once, as its product would.
-_COPIED_PARAM = re.compile(r'(?<!S\(1\)\}) copy\(.*op_name="(params\[[^"]*)"')
+_COPIED_PARAM = re.compile(r'(?<!S\(1\)\}) copy\(.*op_name="((?:feature_)?params\[[^"]*)"')
 # A product that a TPU computes as a convolution over heads, for which its weight is laid out anew in each layer.
 _HEADED_PRODUCT = re.compile(r" convolution\(.*window=\{size=\d+ [^}]*rhs_reversal")
 # What XLA launches on a GPU, in the program's main computation. Bitcasts and the members of tuples cost nothing.
@@ -102,6 +102,7 @@ class ProgramReport:
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
     copied_params: tuple[str, ...] = ()  # parameters that the program copies into another layout
+    judges_heads: bool = True  # whether products over an axis of heads are a fault
     headed_products: int = 0  # products of a TPU's program that have heads as an axis
     fixed_turns: tuple[int, ...] = ()  # of its loops of a fixed length
     short_indices: tuple[str, ...] = ()  # of 32 bits, into longer axes
@@ -279,7 +280,7 @@ def _find_program_faults(report: ProgramReport) -> list[str]:
     faults = {
         f"weights are copied in every step: {', '.join(report.copied_params)}": report.copied_params,
         f"{report.headed_products} products have an axis of heads: their weights are laid out anew in every step": (
-            report.headed_products
+            report.judges_heads and report.headed_products
         ),
         f"{len(report.small_tiles)} products have small tiles: {report.small_tiles[:1]}": report.judges_tiles
         and report.small_tiles,
@@ -304,7 +305,7 @@ def _find_memory_faults(report: ProgramReport, target: Target) -> list[str]:
             needed > target.memory_bytes
         ),
         f"temporaries of {temp:,} bytes, at most {most or 0:,} are expected": most is not None and temp > most,
-        f"temporaries of {temp:,} bytes: room for a second pool": 0 < report.donated_bytes <= temp,
+        f"temporaries of {temp:,} bytes: room for a second pool": most is None and 0 < report.donated_bytes <= temp,
     }
     return [text for text, is_so in faults.items() if is_so]
 

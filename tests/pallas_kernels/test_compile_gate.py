@@ -157,6 +157,7 @@ def test_copies_of_weights_are_found() -> None:
     line = '  %copy.{} = bf16[4,8]{{0,1}} copy(%param.3), metadata={{op_name="{}"}}, backend_config={{}}'
     hlo = "\n".join([line.format(1, name), line.format(2, name), line.format(3, "jit(f)/transpose"), "ROOT x"])
     assert list_copied_params(hlo) == ["params['layers']['qkv']"]
+    assert list_copied_params(line.format(1, "feature_params[0]")) == ["feature_params[0]"]
     assert list_copied_params(hlo.replace(" copy(", " slice(")) == []
     assert list_copied_params(hlo.replace("{0,1} copy(", "{0,1:T(8,128)S(1)} copy(")) == [], "into VMEM"
 
@@ -303,7 +304,11 @@ def test_a_target_may_allow_some_spills() -> None:
     assert find_faults(replace(report, complaints=("ptxas warning : something else",)), b200)
 
 
-@pytest.mark.parametrize("report", [make_gpu_report(), make_tpu_report()], ids=["gpu", "tpu"])
+@pytest.mark.parametrize(
+    "report",
+    [make_gpu_report(), make_tpu_report(), replace(make_tpu_report(), headed_products=2, judges_heads=False)],
+    ids=["gpu", "tpu", "heads"],
+)
 def test_what_is_in_order_passes(report: ProgramReport) -> None:
     assert find_faults(report, TARGETS[report.target]) == []
 
@@ -323,6 +328,7 @@ def test_what_is_in_order_passes(report: ProgramReport) -> None:
         (replace(make_tpu_report(), headed_products=2), "2 products have an axis of heads"),
         (replace(make_gpu_report(), fixed_turns=(1024,), loops_follow_batch=True), "loops have (1024,) turns"),
         (replace(make_gpu_report(), temp_bytes=2000), "room for a second pool"),
+        (replace(make_gpu_report(), temp_bytes=2001, most_temp_bytes=2000), "at most 2,000 are expected"),
         (replace(make_gpu_report(), argument_bytes=1 << 40), "bytes of arguments and temporaries, the h200 has"),
         (replace(make_gpu_report(), error="RuntimeError: refused"), "refused"),
         (replace(make_tpu_report(), kernels=(KernelUse("k", vmem_bytes=(128 << 20) + 1),)), "of VMEM, the v5e has"),

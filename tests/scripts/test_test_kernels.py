@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pallas_kernels.targets import TARGETS
 from pallas_kernels.testing.gate_report import ProgramReport
-from scripts.compile_step import list_encoders, list_steps
+from scripts.compile_step import list_encoders, list_readers, list_steps
 from scripts.compile_tower import list_programs
 from scripts.test_kernels import (
     KERNELS,
@@ -187,12 +187,32 @@ def test_the_gate_has_whole_texts_of_encoders() -> None:
         assert list(sample) == list(steps)[: name == "h200"], "CI compiles none for a TPU"
 
 
-def test_the_gate_has_towers_of_both_sizes_with_all_layers() -> None:
+def test_the_full_gate_has_steps_that_compute_prompts_with_images() -> None:
+    for name, devices in (("h200", 1), ("v5e", 8), ("v6e", 8), ("tpu7x", 8)):
+        target = TARGETS[name]
+        assert bool(list_readers(target, full=False, impl=target.impl)) == (name in ("v6e", "tpu7x"))
+        steps = list_readers(target, full=True, impl=target.impl)
+        (qwen, bucket), (gemma, _) = steps.values()
+        assert bucket.is_mixed and all(name.endswith(f"4 layers, {devices} devices") for name in steps)
+        assert [len(shapes.attention) for shapes in (qwen, gemma)] == [1, 2], "windows have pages of their own"
+        assert qwen.state.has_image_positions and qwen.prompt_impl is None
+        assert gemma.prompt_impl is not None and gemma.prompt_impl[0] == "xla", "kernels have no last keys"
+        rows = [(images.num_rows, images.tower.num_parts) for (images,) in (qwen.features, gemma.features)]
+        assert rows == [(8192, 4), (512, 1)]
+
+
+def test_the_gate_has_towers_of_published_models_with_all_layers() -> None:
     for name, devices in (("h200", 2), ("v5e", 8)):
-        (sample,), programs = list_programs(TARGETS[name], full=False), list_programs(TARGETS[name], full=True)
-        sizes = [(each.config.blocks.num_layers, each.num_patches, each.num_devices) for each in programs.values()]
-        assert sizes == [(2, 16384, 1), (2, 4096, 1), (2, 16384, devices), (27, 16384, 1), (27, 4096, 1)]
-        assert sample in programs and programs[sample].config.out_size == 4096
+        target = TARGETS[name]
+        (sample,), programs = list_programs(target, full=False), list_programs(target, full=True)
+        sizes = [(each.num_layers, each.num_patches, each.num_devices) for each in programs.values()]
+        assert sizes[:4] == [(2, 16384, 1), (2, 16384, devices), (27, 16384, 1), (27, 4096, 1)]
+        assert sizes[4:] == [(27, 4096, 1), (24, 4096, 1), (24, 12160, 1)]
+        assert sample in programs and "qwen3-vl-8b, 2 layers" in sample
+        for each in programs.values():
+            (images,) = each.make_shapes(target, target.impl).features
+            assert images.tower.blocks.num_layers == each.num_layers and each.num_patches in images.sizes
+            assert images.impl == ("gpu" if name == "h200" else "xla"), "a TPU's kernels have causal masks"
 
 
 @pytest.mark.slow
