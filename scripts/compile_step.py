@@ -161,7 +161,6 @@ def measure_step(
     if any(isinstance(feature, Images) for feature in shapes.features):
         most_temp = use.temporaries
     impl, reason = (shapes.prompt_impl if bucket.is_mixed else None) or (shapes.impl, shapes.impl_reason)
-    # By v5e's estimate a barrier against heads in products makes a mixed step with portable attention slower, by 4 %.
     report = ProgramReport(
         name,
         gate.target.name,
@@ -171,7 +170,6 @@ def measure_step(
         most_temp_bytes=layer if is_bounded else most_temp,
         most_layer_launches=most_layer_launches,
         loops_follow_batch=impl == "xla" and shapes.experts is None,  # portable products have loops of experts
-        judges_heads=impl == shapes.impl,
         judges_tiles=not shapes.model.states,  # nobody has measured products of these sizes on a GPU yet
     )
     return gate.measure(report, partial(compiler.trace_program, "forward", bucket))

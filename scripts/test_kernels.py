@@ -1,5 +1,5 @@
 """Compiles every kernel for an H200, an A100, an L4 and three TPUs, without any of them, and whole engine steps for
-two of them, and the tower of a model that reads images.
+two of them, and towers of models that read images.
 
 The devices' own compilers come as wheels, which this script installs once into `.wheels/`. A program fails if its
 compiler refuses it or complains, if a kernel spills registers or exceeds a memory of the device, if the donated KV

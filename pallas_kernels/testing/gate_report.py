@@ -102,7 +102,6 @@ class ProgramReport:
     kernels: tuple[KernelUse, ...] = ()
     complaints: tuple[str, ...] = ()  # ptxas' own words
     copied_params: tuple[str, ...] = ()  # parameters that the program copies into another layout
-    judges_heads: bool = True  # whether products over an axis of heads are a fault
     headed_products: int = 0  # products of a TPU's program that have heads as an axis
     fixed_turns: tuple[int, ...] = ()  # of its loops of a fixed length
     short_indices: tuple[str, ...] = ()  # of 32 bits, into longer axes
@@ -275,12 +274,16 @@ def find_faults(report: ProgramReport, target: Target) -> list[str]:
 
 
 def _find_program_faults(report: ProgramReport) -> list[str]:
-    """The faults of what XLA made of a program."""
+    """The faults of what XLA made of a program.
+
+    Products over heads are none beside portable attention: by v5e's estimate a barrier against them makes a step of
+    Gemma 3 slower, by 4 %, and a tower of Pixtral by 2 %.
+    """
     most = report.most_layer_launches
     faults = {
         f"weights are copied in every step: {', '.join(report.copied_params)}": report.copied_params,
         f"{report.headed_products} products have an axis of heads: their weights are laid out anew in every step": (
-            report.judges_heads and report.headed_products
+            report.impl != "xla" and report.headed_products
         ),
         f"{len(report.small_tiles)} products have small tiles: {report.small_tiles[:1]}": report.judges_tiles
         and report.small_tiles,

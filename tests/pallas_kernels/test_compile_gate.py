@@ -306,7 +306,7 @@ def test_a_target_may_allow_some_spills() -> None:
 
 @pytest.mark.parametrize(
     "report",
-    [make_gpu_report(), make_tpu_report(), replace(make_tpu_report(), headed_products=2, judges_heads=False)],
+    [make_gpu_report(), make_tpu_report(), replace(make_tpu_report(), headed_products=2, impl="xla")],
     ids=["gpu", "tpu", "heads"],
 )
 def test_what_is_in_order_passes(report: ProgramReport) -> None:
