@@ -17,6 +17,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.features.images.feature import Images, make_images
 from jaxserve.media.processors.gemma3 import Gemma3Shape
+from jaxserve.media.processors.gemma4 import Gemma4Shape
 from tests.families.towers import FOLDER, read_tower
 
 NAMES = ("text", "one", "three", "first_and_last", "two_turns")
@@ -99,3 +100,5 @@ def test_no_program_is_smaller_than_an_image() -> None:
     assert Images(tower, "xla").sizes == (256, 512, 1024, 2048, 4096)
     large = replace(tower, processor=replace(tower.processor, shape=Gemma3Shape(896, 14, 256)))
     assert Images(large, "xla").sizes == (4096,)
+    nine = replace(tower, processor=replace(tower.processor, shape=Gemma4Shape(280, 16, 3)), merge_size=3)
+    assert Images(replace(nine, max_patches=2520), "xla").sizes == (648, 1296, 2520), "vectors of nine patches"

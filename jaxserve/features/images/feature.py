@@ -7,6 +7,7 @@ embedding (`core/layers/embedding.py`); programs of decoding rows know nothing o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +39,7 @@ from jaxserve.families.towers import find_tower, tower_param_specs
 _TOWER = "tower"
 _MAX_IMAGES = 32  # of a program; the smallest images of Qwen3-VL have 256 patches
 _MAX_SIZES = 5  # of programs, each with half of the patches of the next
-_GRAIN = 64  # patches, whose multiples sizes are
+_GRAIN, _ROWS = 64, 8  # patches, whose multiples sizes are; the second where a vector's do not divide the first
 _HELD_STEPS = 2  # the rows hold the images of so many of the largest steps
 
 
@@ -72,9 +73,11 @@ class Images(StepFeature):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The patches of each program, ascending; none is for less than the smallest image."""
+        """The patches of each program, ascending, of whole vectors; none is for less than the smallest image."""
         largest, least = self.tower.max_patches, self.tower.processor.shape.least_patches
-        halves = {-(-max(largest >> half, least) // _GRAIN) * _GRAIN for half in range(_MAX_SIZES)}
+        square = self.tower.merge_size**2
+        grain = math.lcm(square, _ROWS if _GRAIN % square else _GRAIN)
+        halves = {-(-max(largest >> half, least) // grain) * grain for half in range(_MAX_SIZES)}
         return tuple(sorted(halves))
 
     def find_size(self, num_patches: int) -> int:
