@@ -50,6 +50,7 @@ class Program:
     def make_shapes(self, target: Target, impl: str) -> Shapes:
         """Returns those of an engine whose text model has a few layers: as many as a tower adds to, which sees none."""
         layers = {"num_layers": FEW_LAYERS, "num_tower_layers": self.num_layers}
+        impl = IMAGE_MODELS[self.model].impl or impl
         return make_step_shapes(target, self.model, num_devices=self.num_devices, impl=impl, **layers)
 
 

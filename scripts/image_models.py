@@ -33,6 +33,7 @@ class ImageModel:
     processor: Mapping[str, Any]
     around: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)  # of config.json, beside these
+    impl: str | None = None  # of its attention, where the device's kernels cannot do the text model's heads
 
     @property
     def config(self) -> dict[str, Any]:
@@ -187,6 +188,7 @@ IMAGE_MODELS: Mapping[str, ImageModel] = {
             "standardize": True,
         },
         processor={"max_soft_tokens": 280, "patch_size": 16, "pooling_kernel_size": 3, "do_normalize": False},
+        impl="xla",
     ),
     "pixtral-12b": ImageModel(
         patches=(4096,),
