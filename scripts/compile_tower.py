@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from jaxserve.core.runtime.arguments import make_compiler
@@ -26,7 +27,6 @@ from scripts.compile_step import FEW_LAYERS, FEWEST_LAYERS, MEMORY_SHARE, make_s
 from scripts.image_models import IMAGE_MODELS
 
 DEVICE_COUNTS = {"gpu": 2, "tpu": 8}  # in the full gate, beside one
-DEEP = "qwen3-vl-8b", "v5e"  # compiled for a TPU with all layers, in five minutes of CPU time
 # The most bytes of temporaries: of a step of attention, and of a patch. At 16,384 patches the scores of all pairs would
 # be as many for a single head as those of all patches here.
 STEP_TEMP, PATCH_TEMP = 2**28, 2**16
@@ -56,13 +56,12 @@ class Program:
 
 def list_programs(target: Target, *, full: bool) -> dict[str, Program]:
     """Returns the target's programs by name: the largest of the first model with few layers, in the full gate also on
-    several devices, and those of all models, with all layers where that takes no minutes."""
+    several devices, and those of all models with all layers."""
     (first, model), is_gpu = next(iter(IMAGE_MODELS.items())), target.platform == "gpu"
     counts = (1, DEVICE_COUNTS[target.platform]) if full else (1,)
     found = [Program(first, FEWEST_LAYERS, model.patches[0], num_devices) for num_devices in counts]
     for name, model in IMAGE_MODELS.items() if full else ():
-        num_layers = model.num_layers if is_gpu or (name, target.name) == DEEP else FEWEST_LAYERS
-        found += [Program(name, num_layers, patches, 1) for patches in model.patches[: None if is_gpu else 1]]
+        found += [Program(name, model.num_layers, patches, 1) for patches in model.patches[: None if is_gpu else 1]]
     return {program.name: program for program in found}
 
 
@@ -71,6 +70,7 @@ def measure_tower(gate: Gate, program: Program, impl: str, options: Mapping[str,
     target, shapes = gate.target, program.make_shapes(gate.target, impl)
     (images,) = (feature for feature in shapes.features if isinstance(feature, Images))
     impl, reason = choose_tower_impl(images.tower, shapes.impl, shapes.num_devices, target.platform)
+    ends = (layer + 1 for layer in images.tower.deep_layers)
     plan = plan_pools(shapes, budget=cache_budget(target.memory_bytes, MEMORY_SHARE, estimate_use(shapes)))
     compiler = make_compiler(shapes, plan, make_target_mesh(gate, shapes.num_devices), options=options)
     report = ProgramReport(
@@ -80,6 +80,7 @@ def measure_tower(gate: Gate, program: Program, impl: str, options: Mapping[str,
         reason=reason,
         donated_bytes=images.rows_bytes,
         loops_follow_batch=impl == "xla",
+        layer_turns=tuple(end - start for start, end in pairwise((0, *ends, images.tower.blocks.num_layers))),
         judges_tiles=True,
         most_temp_bytes=STEP_TEMP + PATCH_TEMP * program.num_patches,
     )

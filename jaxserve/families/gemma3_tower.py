@@ -199,7 +199,7 @@ def run(
     """Returns the vectors of all squares of patches."""
     x = embed_patches(config, params["patches"], arrays["patches"], ctx)
     x += params["positions"]["weight"].at[arrays["places"]].get(mode="clip")
-    *_, x = run_blocks(config, params["layers"], x, ctx)
+    (x,) = run_blocks(config, params["layers"], x, ctx)
     x = normalize(config.blocks.norm, params["final_norm"], x)
     projection, squares = params["projection"], x.reshape(-1, config.merge_size**2, x.shape[-1])
     pooled = jnp.mean(squares.astype(jnp.float32), axis=1).astype(x.dtype)

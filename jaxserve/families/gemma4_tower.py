@@ -245,7 +245,8 @@ def run(
         params[name]["weight"].at[across[:, axis]].get(mode="clip") for axis, name in enumerate(("columns", "rows"))
     )
     rotary = rotate_places(across, config.rope.inverse_frequencies(1))
-    *_, x = run_blocks(config, params["layers"], x + (columns + rows), replace(ctx, rotary=rotary), sandwich_layer)
+    x += columns + rows
+    (x,) = run_blocks(config, params["layers"], x, replace(ctx, rotary=rotary), layer=sandwich_layer)
     pooled = _pool(config, params.get("standard"), x)
     return linear(ctx, params["projection"], normalize_plainly(config.blocks.norm, pooled))[:, None]
 

@@ -206,7 +206,7 @@ def run(
     x = normalize(config.blocks.norm, params["pre_norm"], x)
     turns = config.rope.inverse_frequencies(1).reshape(-1, 2).T  # every other one is by the column
     rotary = rotate_places(arrays["places"], turns)
-    *_, x = run_blocks(config, params["layers"], x, replace(ctx, rotary=rotary))
+    (x,) = run_blocks(config, params["layers"], x, replace(ctx, rotary=rotary))
     return _project(config, params["projector"], x, ctx)[:, None]
 
 

@@ -213,10 +213,9 @@ def run(
     positions = _mix_positions(params["positions"]["weight"], arrays["cells"], arrays["weights"])
     embedded += positions.astype(embedded.dtype)
     rotary = rotate_places(arrays["places"], config.rope.inverse_frequencies(1))
-    deep = []
-    for index, x in enumerate(run_blocks(config, params["layers"], embedded, replace(ctx, rotary=rotary))):
-        if index in config.deep_layers:
-            deep.append(_merge(config, params[f"deep_{len(deep)}"], _join_squares(config, x), ctx))
+    inner = replace(ctx, rotary=rotary)
+    *streams, x = run_blocks(config, params["layers"], embedded, inner, stops=config.deep_layers)
+    deep = [_merge(config, params[f"deep_{at}"], _join_squares(config, each), ctx) for at, each in enumerate(streams)]
     return jnp.stack([_merge(config, params["merger"], x, ctx), *deep], axis=1)
 
 

@@ -87,6 +87,7 @@ class ProgramReport:
     donated_bytes: int = 0  # the KV pool, which must be among the aliases
     most_temp_bytes: int | None = None  # that may be temporaries, if the program has a limit of its own
     loops_follow_batch: bool = False  # no loop may have a fixed length: it would be that of the longest context
+    layer_turns: tuple[int, ...] = ()  # of loops over layers, which are fixed
     impl: str = ""  # the implementation that was compiled
     compiler: str = ""  # name and version, if known
     reason: str = ""  # why `impl` is the portable one, if the target's kernels do not do the shape
@@ -119,7 +120,7 @@ def read_report(line: str) -> ProgramReport:
     kernels = (KernelUse(**kernel) for kernel in values["kernels"])
     values["kernels"] = tuple(replace(kernel, faults=tuple(kernel.faults)) for kernel in kernels)
     values["complaints"] = tuple(values["complaints"])
-    for name in ("copied_params", "fixed_turns", "short_indices", "small_tiles", "unread_operands"):
+    for name in ("copied_params", "fixed_turns", "layer_turns", "short_indices", "small_tiles", "unread_operands"):
         values[name] = tuple(values[name])
     return ProgramReport(**values)
 
@@ -292,7 +293,7 @@ def _find_program_faults(report: ProgramReport) -> list[str]:
         ),
         f"{report.repeated} instructions are computed again to save memory": report.repeated,
         f"loops have {report.fixed_turns} turns, however short the contexts are": report.loops_follow_batch
-        and report.fixed_turns,
+        and not set(report.fixed_turns) <= set(report.layer_turns),
     }
     return [text for text, is_so in faults.items() if is_so]
 

@@ -65,6 +65,13 @@ def test_padding_changes_nothing(runner: TowerRunner) -> None:
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4"])
+def test_stacked_layers_run_in_a_loop(name: str) -> None:
+    """As on TPUs; of the first, vectors of layers in the middle are outputs, too."""
+    items, expected = read_images(name)
+    check_near(TowerRunner(read_tower(name), FOLDER / name, mode="stacked").run(items), expected)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16_is_near(name: str) -> None:
     items, expected = read_images(name)

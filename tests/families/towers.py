@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.core.layers.stack import StackMode, stack_params
 from jaxserve.core.models.tower import TowerConfig
 from jaxserve.core.runtime.tower import choose_tower_impl, fit_tower, run_tower
 from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
@@ -53,16 +54,23 @@ def read_images(name: str) -> tuple[tuple[MediaItem, ...], tuple[np.ndarray, ...
 
 
 class TowerRunner:
-    """Runs batches of images through a tower, padded to `num_patches`, in one program."""
+    """Runs batches of images through a tower, padded to `num_patches`, in one program; `mode` lays its layers out."""
 
     def __init__(
-        self, config: TowerConfig, folder: Path, *, num_patches: int = 1152, mesh: Mesh | None = None, impl: str = "xla"
+        self,
+        config: TowerConfig,
+        folder: Path,
+        *,
+        num_patches: int = 1152,
+        mesh: Mesh | None = None,
+        impl: str = "xla",
+        mode: StackMode = "unrolled",
     ) -> None:
         devices = 1 if mesh is None else mesh.size
         self.config = config = fit_tower(config, devices)
         self.impl, _ = choose_tower_impl(config, impl, devices, "cpu")
         where = make_mesh(1, jax.devices()[:1]) if mesh is None else mesh
-        self.params = load_tower(config, folder, mesh=where, rules=DEFAULT_RULES)
+        self.params = stack_params(load_tower(config, folder, mesh=where, rules=DEFAULT_RULES), mode)
         self._inputs = find_tower(config).inputs(config, num_patches)
         self._program = jax.jit(functools.partial(run_tower, config, impl=self.impl, mesh=mesh))
 

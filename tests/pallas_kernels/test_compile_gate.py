@@ -327,6 +327,10 @@ def test_what_is_in_order_passes(report: ProgramReport) -> None:
         (replace(make_tpu_report(), copied_params=("params['o']",)), "copied in every step: params['o']"),
         (replace(make_tpu_report(), headed_products=2), "2 products have an axis of heads"),
         (replace(make_gpu_report(), fixed_turns=(1024,), loops_follow_batch=True), "loops have (1024,) turns"),
+        (
+            replace(make_gpu_report(), fixed_turns=(9, 7), loops_follow_batch=True, layer_turns=(9,)),
+            "have (9, 7) turns",
+        ),
         (replace(make_gpu_report(), temp_bytes=2000), "room for a second pool"),
         (replace(make_gpu_report(), temp_bytes=2001, most_temp_bytes=2000), "at most 2,000 are expected"),
         (replace(make_gpu_report(), argument_bytes=1 << 40), "bytes of arguments and temporaries, the h200 has"),

@@ -68,6 +68,11 @@ class LayerStack:
             taken[name] = jax.tree.map(take, leaf)
         return taken
 
+    def take(self, layer: jax.Array) -> dict[str, Any]:
+        """Returns the leaves of a layer whose number a program computes; all layers must have equal leaves."""
+        (group,) = self.groups
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, keepdims=False), group)
+
 
 def stack_params(params: dict[str, Any], mode: StackMode) -> dict[str, Any]:
     """Returns the runtime tree of a canonical tree of arrays.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.norm import NormConfig
 from jaxserve.core.layers.rope import RopeConfig
+from jaxserve.core.layers.stack import LayerStack
 from jaxserve.core.models.base import DecoderConfig, LayerKind, Leaves, Stream, Table
 from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.hf_config import HFConfig, check_number
@@ -138,16 +140,37 @@ def embed_patches(
 
 def run_blocks(
     config: TowerConfig,
-    layers: Any,
+    layers: Sequence[Leaves] | LayerStack,
     x: Stream,
     ctx: LayerContext,
+    *,
     layer: Callable[..., tuple[Stream, Any]] = pre_norm_layer,
-) -> Iterator[Stream]:
-    """Yields the stream behind each block (`layer`), whose keys and values are in the context's pool."""
-    pool = ctx.pool
-    for index, kind in enumerate(config.blocks.layers):
-        x, pool = layer(config.blocks, kind, layers[index], x, replace(ctx, pool=pool))
-        yield x
+    stops: Sequence[int] = (),
+) -> list[Stream]:
+    """Returns the stream behind the blocks `stops`, ascending, and behind the last one.
+
+    Keys and values are in the context's pool. Stacked blocks run in a loop, one compiled block for all: a TPU's
+    compiler takes ten seconds for each further one.
+
+    Args:
+        layer: the function of a block.
+    """
+    (kind,) = set(config.blocks.layers)
+
+    def run(index: Any, carry: tuple[Stream, Any]) -> tuple[Stream, Any]:
+        stream, pool = carry
+        leaves = layers.take(index) if isinstance(layers, LayerStack) else layers[index]
+        return layer(config.blocks, kind, leaves, stream, replace(ctx, pool=pool))
+
+    streams, carry, first = [], (x, ctx.pool), 0
+    for end in (*(stop + 1 for stop in stops), config.blocks.num_layers):
+        if isinstance(layers, LayerStack):
+            carry = lax.fori_loop(first, end, run, carry)
+        else:
+            carry = functools.reduce(lambda last, index: run(index, last), range(first, end), carry)
+        streams.append(carry[0])
+        first = end
+    return streams
 
 
 def rotate_places(places: Int[Array, "N 2"], frequencies: Float[np.ndarray, "*axes F"]) -> Rotary:
