@@ -84,23 +84,28 @@ RULE = Rule(apply, pack, (N, A, B))
 def test_ragged_steps_equal_the_recurrence() -> None:
     """200 steps: rows begin, go on by tokens or chunks, and are idle; what they leave is the state of their tokens.
 
-    Where beta is 2 and nothing decays, no error does, either: there the definition in float32 says what is possible.
+    Where beta is 2 and nothing decays, no error does, either: from there on a text may be off by 16 times as much as
+    the definition in float32 has been. Tiles of equal keys were off by up to 15 times that, in another order of sums on
+    each processor. All other texts have the whole accuracy.
     """
     random = np.random.default_rng(0)
     pool: Any = make_pool(RULE)
     positions, states, rounded = [0] * SLOTS, [np.zeros((N, A, B))] * SLOTS, [np.zeros((N, A, B), np.float32)] * SLOTS
-    num_tight = 0
+    num_tight, loss = 0, [0.0] * SLOTS  # of float32, since a row has met a beta of 2
     for _ in range(200):
         chunks, expected = [], []
         for row, length in zip(random.permutation(SLOTS).tolist(), split_step(random), strict=False):
             if random.random() < 0.2 or positions[row] > 400:
                 positions[row], states[row], rounded[row] = 0, np.zeros((N, A, B)), np.zeros((N, A, B), np.float32)
+                loss[row] = 0.0
             text = draw_text(random, length)
             chunks.append(Chunk(row, text, positions[row]))
             answers, states[row] = recur(text, states[row])
             near, rounded[row] = recur(text, rounded[row])
-            possible = max(np.abs(near - answers).max(), np.abs(rounded[row] - states[row]).max())
-            expected.append((answers, max(MOST, 4 * possible)))
+            if loss[row] or text.beta.max() == 2:
+                possible = max(np.abs(near - answers).max(), np.abs(rounded[row] - states[row]).max())
+                loss[row] = max(loss[row], possible)
+            expected.append((answers, max(MOST, 16 * loss[row])))
             num_tight += expected[-1][1] == MOST
             positions[row] += length
         found, pool = run(RULE, chunks, pool)
