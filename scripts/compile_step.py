@@ -145,7 +145,8 @@ def measure_step(
     options: Mapping[str, Any],
     most_layer_launches: int | None = None,
 ) -> ProgramReport:
-    """Compiles one forward program against pools that fill the device, with what is known of its products."""
+    """Compiles a program against pools that fill the device, with what is known of its products: `settle` if its name
+    begins so, else `forward`."""
     use = estimate_use(shapes)
     plan = plan_pools(shapes, budget=cache_budget(gate.target.memory_bytes, MEMORY_SHARE, use))
     compiler = make_compiler(shapes, plan, mesh, options=options)
@@ -172,16 +173,21 @@ def measure_step(
         loops_follow_batch=impl == "xla" and shapes.experts is None,  # portable products have loops of experts
         judges_tiles=not shapes.model.states,  # nobody has measured products of these sizes on a GPU yet
     )
-    return gate.measure(report, partial(compiler.trace_program, "forward", bucket))
+    if use.recurrent and bucket.rows == 1:
+        # Of a write to one slot XLA may make a loop that reads and writes, for which it copies an array of all slots.
+        report = replace(report, most_temp_bytes=bucket.width * use.recurrent // use.rows + logits)
+    program = ("settle", (bucket.rows, bucket.width)) if name.startswith("settle") else ("forward", bucket)
+    return gate.measure(report, partial(compiler.trace_program, *program))
 
 
 def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shapes, Bucket]]:
     """Returns the target's programs by name: for each number of devices the largest decode and the largest bucket.
 
     Quantized weights, and all layers of a model, are compiled for fewer devices. The full gate has the largest verify
-    bucket, too, and steps that a head follows. Without `full` there is no decode step of a dense model where the
-    largest one, which has its kernels, is compiled, and a TPU has no step with portable attention, which the gate of
-    kernels has. The last step is what is left where the kernels give way.
+    bucket, too, steps that a head follows, and, with recurrent states, both programs of a single row that verifies.
+    Without `full` there is no decode step of a dense model where the largest one, which has its kernels, is compiled,
+    and a TPU has no step with portable attention, which the gate of kernels has. The last step is what is left where
+    the kernels give way.
     """
     steps, few_layers = {}, FEW_LAYERS if full else FEWEST_LAYERS
     counts = DEVICE_COUNTS[target.platform][: None if full else 1]
@@ -217,6 +223,10 @@ def list_steps(target: Target, *, full: bool, impl: str) -> dict[str, tuple[Shap
         for bucket in (verify, *others):
             name = f"step {bucket}: {preset}, {drafts['method']}, {FEW_LAYERS} layers, {counts[0]} devices"
             steps[name] = shapes, bucket
+        if shapes.model.states:
+            single = shapes.buckets.find_verify(1, 4)
+            for kind in ("step", "settle"):
+                steps[f"{kind} {single}: {preset}, {FEW_LAYERS} layers, {counts[0]} devices"] = shapes, single
     if not full and target.platform == "tpu":
         return steps
     shapes = make_step_shapes(target, DENSE, num_devices=counts[0], num_layers=FEWEST_LAYERS, impl="xla")

@@ -158,12 +158,13 @@ def test_a_report_says_which_compiler_it_is_of(tmp_path: Path) -> None:
 
 def test_the_full_gate_has_steps_of_two_gpus_and_one_with_all_layers() -> None:
     steps = list_steps(TARGETS["h200"], full=True, impl="gpu")
-    *names, verify, hybrid, _, _, _, portable = steps
+    *names, verify, hybrid, single, settle, _, _, _, portable = steps
     names, quantized = names[:-10], names[-10:]
     assert [name[-9:] for name in names] == ["1 devices", "1 devices", "2 devices", "2 devices"] * 6
     assert ["32 layers" in name for name in names] == [False] * 4 + [True] * 2 + [False] * 18
     assert ["mixed 2048" in name for name in quantized] == [False, True] * 5 and "awq" in quantized[-1]
     assert verify.startswith("step verify 128x2") and hybrid.startswith("step verify 128x2: qwen3.6")
+    assert single.startswith("step verify 1x4: qwen3.6") and settle.startswith("settle verify 1x4: qwen3.6")
     followed = list(steps)[-4:-1]
     assert [name.split()[1] for name in followed] == ["verify", "decode", "mixed"] and "mtp" in followed[0]
     assert all([feature.note for feature in steps[name][0].features] == ["mtp"] for name in followed)

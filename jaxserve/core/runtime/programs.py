@@ -48,7 +48,7 @@ class Program:
     arguments: tuple[Any, ...]
     results: tuple[Any, ...] = ()  # the sharding of each result, or of each of its leaves
     donated: tuple[int, ...] = ()  # which of the arguments
-    has_products: bool = False  # products with weights, for which compilers have options
+    has_products: bool = False  # products with weights or states, for which compilers have options
 
     def trace(self, options: Mapping[str, Any] | None = None) -> Any:
         """Traces the program, for the caller to lower; `options` are those of the compiler."""

@@ -167,6 +167,7 @@ def _make_settle(engine: EnginePrograms, size: tuple[int, int]) -> Program:
         partial(settle, model=engine.model, layout=layout),
         (inputs.params, inputs.cache, inputs.rows, *arguments),
         donated=(1,),
+        has_products=True,  # of states
     )
 
 

@@ -73,6 +73,7 @@ def test_verify_steps_copy_no_states(case: str) -> None:
             analysis = compiler.compile(*program).memory_analysis()
             assert analysis.alias_size_in_bytes >= plan.bytes_per_device, program
             assert analysis.temp_size_in_bytes < plan.bytes_per_device / 10, program
+            assert compiler.programs.make(*program).has_products, "a GPU would repeat updates of the pools"
 
 
 def test_programs_are_measured_in_threads_that_see_the_devices() -> None:
