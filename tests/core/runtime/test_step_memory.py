@@ -143,7 +143,7 @@ def test_pools_take_what_the_programs_leave(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_stacked_parameters_give_the_same_step() -> None:
-    """The accelerators' form of the parameters, on CPU: same canonical weights, same logits, same in-place update."""
+    """A TPU's form of the parameters, on CPU: same canonical weights, same logits, same in-place update."""
     shapes, mesh = make_small_shapes("gemma2"), make_mesh(1)
     params = SamplingParams(temperature=0)
     plan = StepPlan(
@@ -156,11 +156,11 @@ def test_stacked_parameters_give_the_same_step() -> None:
     )
     decode = StepPlan(1, (0,), (0,), (), (), ())
     ids = []
-    for platform in ("cpu", "gpu"):  # "gpu" chooses the stacked form; everything is placed on the CPU all the same
+    for platform in ("cpu", "tpu"):  # "tpu" chooses the stacked form; everything is placed on the CPU all the same
         case = dataclasses.replace(shapes, platform=platform)
         tree = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=3)
         runner, _ = start_runner(case, mesh, stack_params(tree, case.stack_mode))
-        assert isinstance(runner.params["layers"], LayerStack) == (platform == "gpu")
+        assert isinstance(runner.params["layers"], LayerStack) == (platform == "tpu")
         first = [runner.start(step).sample().result().token_ids for step in (plan, *[decode] * 5)]
         canonical = make_dummy_params(param_specs(case.model), mesh=mesh, rules=DEFAULT_RULES, seed=4)
         runner.write_params(check_update(param_specs(case.model), jax.device_get(canonical)))
