@@ -21,7 +21,10 @@ from jaxserve.core.weights.reader import open_checkpoint
 
 _NAMES = {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "bfloat16": "BF16", "float16": "F16"}
 _NAMES |= {"float32": "F32", "int8": "I8", "uint8": "U8", "int32": "I32", "int64": "I64"}
-_PROJECTION = re.compile(r".*\.(\w+_proj|w[123]|kv_a_proj_with_mqa|q_[ab]_proj|kv_b_proj|\d+\.w[123])\.weight")
+_PROJECTION = re.compile(
+    r".*\.(\w+_proj|w[123]|kv_a_proj_with_mqa|q_[ab]_proj|kv_b_proj|\d+\.w[123]"
+    r"|in_proj_(?:qkvz|qkv|z)|(?:in|out)put_linear)\.weight"
+)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of 4-bit floats, by their lower three bits
 

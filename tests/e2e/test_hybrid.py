@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pytest
 from jaxserve import LLM
 from jaxserve.core.runtime.startup import estimate_use
 from jaxserve.errors import ConfigError
+from jaxserve.families.registry import parse_config
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import CACHE, SIZES, LogitsRecorder, generate_ids, greedy, make_llm, run_on_devices
 from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
-from tests.golden_cases import load_case
+from tests.families.naive import make_tensors
+from tests.features.speculation.drafters import write_files
+from tests.golden_cases import GoldenCase, load_case
 
 CASE = "qwen3_next"
 MORE = ("qwen3_5_moe", "lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_dense", "nemotron_h", "olmo_hybrid")
@@ -64,8 +68,14 @@ def test_a_preempted_row_goes_on_from_its_snapshot_or_begins_again(
 
 @pytest.mark.parametrize("case", ["qwen3_5", *(pytest.param(name, marks=THOROUGH) for name in MORE)])
 def test_other_families_give_the_tokens_of_the_reference(case: str, engines: Engines) -> None:
+    """In chunks beside each other, with fewer pages than they need, and then from snapshots."""
     golden = load_case(case)
-    assert generate_ids(engines.get(make_llm, case), golden.prompts, greedy(64)) == golden.greedy
+    llm = engines.get(make_llm, case, num_kv_pages_override=9)
+    counts = llm.ready.engine.scheduler.counts
+    assert generate_ids(llm, golden.prompts, greedy(64)) == golden.greedy
+    preempted, hits = counts.num_preemptions, counts.prefix_hits
+    assert generate_ids(llm, golden.prompts[::-1], greedy(64)) == golden.greedy[::-1]
+    assert preempted > 0 and counts.prefix_hits > hits
 
 
 def test_siblings_go_on_from_one_snapshot(llm: LLM) -> None:
@@ -137,19 +147,37 @@ def test_a_conversation_computes_little_more_than_what_is_new(llm: LLM, alone_ll
 
 
 _TP_SCRIPT = """
-import json
+import json, sys
 from tests.e2e.helpers import generate_ids, make_llm
 from tests.e2e.test_fast_equals_slow import PARAMS, PROMPTS
-llm = make_llm("qwen3_next", tensor_parallel_size=2)
-found = [generate_ids(llm, PROMPTS, PARAMS) for _ in range(2)]
-assert llm.ready.engine.scheduler.counts.prefix_hits > 0
-print(json.dumps(found))
+from tests.e2e.test_hybrid import make_wide
+count = int(sys.argv[1])
+options = {"tensor_parallel_size": count, "num_kv_pages_override": 12}
+llm = make_llm(make_wide(sys.argv[2]) if count > 2 else "qwen3_next", **options)
+found = [generate_ids(llm, prompts, params) for prompts, params in ((PROMPTS, PARAMS), (PROMPTS[::-1], PARAMS[::-1]))]
+counts = llm.ready.engine.scheduler.counts
+assert counts.prefix_hits > 0 and counts.num_preemptions > 0
+print(json.dumps([found[0], found[1][::-1]]))
 """
 
 
+def make_wide(folder: str) -> GoldenCase:
+    """A checkpoint of random weights in a folder, with heads for four devices."""
+    golden = load_case(CASE)
+    heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_key_value_heads": 4}
+    raw = golden.config | heads
+    write_files(Path(folder), raw, make_tensors(parse_config(raw), seed=3))
+    return replace(golden, path=Path(folder))
+
+
 @THOROUGH
-def test_devices_that_share_states_share_snapshots(alone: list[list[int]]) -> None:
-    assert run_on_devices(2, _TP_SCRIPT) == [alone, alone]
+@pytest.mark.parametrize("count", [2, 4])
+def test_devices_that_share_states_share_snapshots(count: int, alone: list[list[int]], tmp_path: Path) -> None:
+    """With few pages, too."""
+    if count > 2:
+        whole = make_llm(make_wide(str(tmp_path)), enable_prefix_caching=False)
+        alone = [generate_ids(whole, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    assert run_on_devices(count, _TP_SCRIPT, str(count), str(tmp_path)) == [alone, alone]
 
 
 def test_the_plan_counts_rows_snapshots_and_pages(llm: LLM) -> None:

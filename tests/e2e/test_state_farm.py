@@ -10,6 +10,7 @@ layer depends on its tokens' embeddings alone, so the recurrence is cheap.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ from jaxserve.structured_params import StructuredOutputsParams
 from tests.e2e.engines import Engines
 from tests.e2e.helpers import MAX_MODEL_LEN, make_llm, read_weights
 from tests.e2e.state_references import Reference, make_reference
-from tests.engine.test_grammars import Grammar
+from tests.engine.test_grammars import Grammar, Matcher
 from tests.examples import scale_examples
 
 VOCAB = 83
@@ -47,6 +48,7 @@ DRAFTS = {
 ERROR = 2e-5
 PAGES = 22  # of 8 tokens: fewer than four rows need
 SCALE = 0.5  # of the convolution of the first layer in new weights
+EVENTS = ("chunk", "fork", "forced", "stop", "length", "abort", "error", "fault", "weights")  # each is met
 
 
 class Farm(RuleBasedStateMachine):
@@ -56,6 +58,7 @@ class Farm(RuleBasedStateMachine):
     references: tuple[Reference, Reference]  # of the weights, and of those that they change to
     weights: tuple[Any, Any]
     preemptions = hits = resumed = passed = late = 0
+    events: Counter[str]
 
     @initialize(which=st.integers(0, 1))
     def start(self, which: int) -> None:
@@ -115,6 +118,7 @@ class Farm(RuleBasedStateMachine):
             output_kind=OutputKind.FINAL_ONLY,
             structured_outputs=StructuredOutputsParams(regex="x") if constrained else None,
         )
+        self.events["fork"] += n > 1
         for prompt in prompts:
             self.count += 1
             self.engine.add_request(self.llm.ready.requests.make(prompt, params, request_id=str(self.count)))
@@ -135,6 +139,7 @@ class Farm(RuleBasedStateMachine):
         def watch(plan: StepPlan) -> Any:
             loaded = {row for row, _ in plan.state_loads}
             rows = {sequence.row: sequence for sequence in (*batch.decoding, *batch.prefilling)}
+            self.events["chunk"] += any(not chunk.is_last for chunk in plan.chunks)
             type(self).hits += len(loaded)
             type(self).resumed += sum(row in rows and rows[row].num_preemptions > 0 for row in loaded)
             type(self).passed += len(plan.state_saves) if plan.width > 1 else 0
@@ -143,6 +148,7 @@ class Farm(RuleBasedStateMachine):
         runner.start = watch  # type: ignore[method-assign]
         try:
             for output in self.engine.step():
+                self.events[str(output.outputs[0].finish_reason)] += 1
                 if output.finished and not output.error and output.outputs[0].token_ids:
                     self.finished.append([*output.prompt_token_ids, *output.outputs[0].token_ids])
         finally:
@@ -151,6 +157,7 @@ class Farm(RuleBasedStateMachine):
     @rule(weights=st.booleans())
     def disturb(self, weights: bool) -> None:
         """All states are lost: a step fails on the device, or weights change."""
+        self.events["weights" if weights else "fault"] += bool(self.engine.scheduler.batch)
         if weights:
             self.version = 1 - self.version
             self.llm.update_weights(self.weights[self.version])
@@ -162,13 +169,14 @@ class Farm(RuleBasedStateMachine):
             raise RuntimeError("struck")
 
         runner.start = fail  # type: ignore[method-assign]
-        self.engine.step()
+        for output in self.engine.step():
+            self.events[str(output.outputs[0].finish_reason)] += 1
         del runner.start  # type: ignore[method-assign]
         self.check()
 
     @rule(pick=st.integers(0, 9))
     def abort(self, pick: int) -> None:
-        self.engine.abort_request(str(pick))
+        self.events["abort"] += self.engine.abort_request(str(pick)) is not None
 
     def check(self) -> None:
         (pool,) = self.llm.ready.runner.device.cache[1:]
@@ -210,6 +218,16 @@ class Farm(RuleBasedStateMachine):
             type(self).preemptions = sum(llm.ready.engine.scheduler.counts.num_preemptions for llm in self.llms)
 
 
+def count_forced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    forced = Matcher.forced_tokens
+
+    def count(matcher: Matcher) -> list[int]:
+        Farm.events["forced"] += len(found := forced(matcher))
+        return found
+
+    monkeypatch.setattr(Matcher, "forced_tokens", count)
+
+
 def release_late_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A late mask is ready once a step waits for it without a limit, and never before."""
     collect = MaskPool.collect
@@ -228,7 +246,7 @@ def release_late_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet_each_case() -> None:
-    """A common beginning of three requests, answers that need more pages than there are, and late masks.
+    """A common beginning of three requests, answers that need more pages than there are, late masks, and `EVENTS`.
 
     Few drawn examples may have none of these. The last of the answers is preempted behind the snapshot of its prompt,
     whose pages are left.
@@ -249,6 +267,15 @@ def meet_each_case() -> None:
     farm.admit(shared=0, length=20, seed=9, count=12, many=2, **plain | {"constrained": True, "late": {0, 1, 5, 6}})
     farm.admit(shared=0, length=20, seed=9, count=12, many=1, **plain)
     farm.step(times=40)
+    farm.admit(shared=0, length=90, seed=11, count=40, many=1, **plain | {"n": 2, "few": True, "stop": [5]})
+    farm.admit(shared=0, length=20, seed=12, count=20, many=1, **plain | {"constrained": True, "forced": {2: [7, 8]}})
+    farm.step(times=30)
+    for weights in (True, False):
+        farm.admit(shared=64, length=30, seed=13, count=20, many=2, **plain)
+        farm.step(times=6)
+        farm.abort(farm.count)
+        farm.disturb(weights)
+        farm.step(times=6)
     farm.teardown()
 
 
@@ -279,12 +306,14 @@ def test_each_state_is_that_of_the_tokens_of_its_row(
     Farm.llms = tuple(engines.get(make_llm, case, async_scheduling=overlap, **options) for overlap in (False, True))
     Farm.references = make_reference(Farm.llms[0], 1), make_reference(Farm.llms[0], SCALE)
     Farm.preemptions = Farm.hits = Farm.resumed = Farm.passed = Farm.late = 0
+    Farm.events = Counter()
     weights = read_weights(Farm.llms[0])
     first, *others = weights["layers"]
     Farm.weights = weights, weights | {"layers": [first | {"conv": first["conv"] * SCALE}, *others]}
     kept = type(Farm.llms[0].ready.requests)
     monkeypatch.setattr(kept, "grammars", None)  # and put back at the end
     release_late_masks(monkeypatch)
+    count_forced_tokens(monkeypatch)
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     limits = settings(
         max_examples=scale_examples(50), stateful_step_count=30, deadline=None, suppress_health_check=checks
@@ -293,6 +322,8 @@ def test_each_state_is_that_of_the_tokens_of_its_row(
     meet_each_case()
     fail_without_waiting()
     print(f"{Farm.preemptions} preemptions, {Farm.hits} rows from snapshots, {Farm.resumed} of them after a preemption")
+    print(*(f"{Farm.events[name]} of {name}" for name in EVENTS), f"{Farm.late} late masks", sep=", ")
+    assert all(Farm.events[name] for name in EVENTS)
     assert Farm.preemptions > 0 and Farm.hits > Farm.resumed > 0 and Farm.late > 0
     if drafts:
         counts = [llm.ready.engine.scheduler.counts for llm in Farm.llms]

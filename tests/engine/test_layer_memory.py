@@ -129,18 +129,20 @@ def test_the_plan_counts_the_state_of_each_row(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("rows", [100, 4000])
 def test_as_many_rows_as_an_error_says_fit(rows: int) -> None:
-    use = DeviceUse(50, 0, 0, 0, 0, 0, recurrent=10 * rows, rows=rows, sequence=30)
+    mib, said = 2**20, rf"of {rows} rows take .*, 10\.00 MiB each"
+    use = DeviceUse(50 * mib, 0, 0, 0, 0, 0, recurrent=10 * mib * rows, rows=rows, sequence=30 * mib)
     for limit in (95, 480):
         fit = (limit - 80) // 10
-        with pytest.raises(CapacityError, match=rf"of {rows} rows take .*: max_num_seqs={fit} would fit$"):
-            cache_budget(limit, 1.0, use)
-        assert cache_budget(limit, 1.0, replace(use, recurrent=10 * fit, rows=fit)) >= 30
+        with pytest.raises(CapacityError, match=rf"{said}: max_num_seqs={fit} would fit$"):
+            cache_budget(limit * mib, 1.0, use)
+        assert cache_budget(limit * mib, 1.0, replace(use, recurrent=10 * mib * fit, rows=fit)) >= 30 * mib
         with pytest.raises(CapacityError):
-            cache_budget(limit, 1.0, replace(use, recurrent=10 * (fit + 1), rows=fit + 1))
-        with pytest.raises(CapacityError, match=rf"^max_num_seqs: .*: max_num_seqs={fit} would fit$"):
-            refuse_shortage(limit, {"model": 50, "max_num_seqs": 10 * rows, "kv_cache_memory_bytes": 30}, use)
+            cache_budget(limit * mib, 1.0, replace(use, recurrent=10 * mib * (fit + 1), rows=fit + 1))
+        parts = {"model": 50 * mib, "max_num_seqs": 10 * mib * rows, "kv_cache_memory_bytes": 30 * mib}
+        with pytest.raises(CapacityError, match=rf"^max_num_seqs: .*{said}: max_num_seqs={fit} would fit$"):
+            refuse_shortage(limit * mib, parts, use)
     with pytest.raises(CapacityError, match="no max_num_seqs would fit"):
-        cache_budget(80, 1.0, use)
+        cache_budget(80 * mib, 1.0, use)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

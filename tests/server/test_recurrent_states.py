@@ -129,7 +129,7 @@ def test_reasoning_before_a_call_and_alone(client: openai.OpenAI, model: Path) -
 
 def test_images_are_refused_as_the_model_is_served_as_text(client: openai.OpenAI) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    with pytest.raises(openai.BadRequestError, match="text"):
+    with pytest.raises(openai.BadRequestError, match="served for text"):
         chat(client, [{"role": "user", "content": [image]}])
 
 
