@@ -130,7 +130,8 @@ class NaiveRunner:
                 "query_start_loc": query_start_loc,
                 "distribution": jnp.array([0, 0, num_rows], jnp.int32),
                 "num_tokens": token_ids.shape[0],
-                "max_query_len": token_ids.shape[0],
+                # A bound is that of a verify step, which takes states through its tokens one by one, and not in tiles.
+                "max_query_len": None if config.states else token_ids.shape[0],
                 "impl": impl,
             }
             batches = tuple(prepare_batch(shape=shape, **rows) for shape in shapes)
