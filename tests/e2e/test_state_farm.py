@@ -157,8 +157,8 @@ class Farm(RuleBasedStateMachine):
     @rule(weights=st.booleans())
     def disturb(self, weights: bool) -> None:
         """All states are lost: a step fails on the device, or weights change."""
-        self.events["weights" if weights else "fault"] += bool(self.engine.scheduler.batch)
         if weights:
+            self.events["weights"] += bool(self.engine.scheduler.batch)
             self.version = 1 - self.version
             self.llm.update_weights(self.weights[self.version])
             assert not self.engine.scheduler.pages.snapshots.num_cached
@@ -166,6 +166,7 @@ class Farm(RuleBasedStateMachine):
         runner = self.llm.ready.runner
 
         def fail(plan: StepPlan) -> Any:
+            self.events["fault"] += 1
             raise RuntimeError("struck")
 
         runner.start = fail  # type: ignore[method-assign]
