@@ -30,6 +30,7 @@ DEVICE_COUNTS = {"gpu": 2, "tpu": 8}  # in the full gate, beside one
 # The most bytes of temporaries: of a step of attention, and of a patch. At 16,384 patches the scores of all pairs would
 # be as many for a single head as those of all patches here.
 STEP_TEMP, PATCH_TEMP = 2**28, 2**16
+COPIES_STACKS = "tpu7x"  # its compiler lays stacked weights out anew in front of a loop over layers
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def measure_tower(gate: Gate, program: Program, impl: str, options: Mapping[str,
     (images,) = (feature for feature in shapes.features if isinstance(feature, Images))
     impl, reason = choose_tower_impl(images.tower, shapes.impl, shapes.num_devices, target.platform)
     ends = (layer + 1 for layer in images.tower.deep_layers)
+    copied = images.params_bytes(shapes) - images.rows_bytes if target.name == COPIES_STACKS else 0
     plan = plan_pools(shapes, budget=cache_budget(target.memory_bytes, MEMORY_SHARE, estimate_use(shapes)))
     compiler = make_compiler(shapes, plan, make_target_mesh(gate, shapes.num_devices), options=options)
     report = ProgramReport(
@@ -82,7 +84,7 @@ def measure_tower(gate: Gate, program: Program, impl: str, options: Mapping[str,
         loops_follow_batch=impl == "xla",
         layer_turns=tuple(end - start for start, end in pairwise((0, *ends, images.tower.blocks.num_layers))),
         judges_tiles=True,
-        most_temp_bytes=STEP_TEMP + PATCH_TEMP * program.num_patches,
+        most_temp_bytes=STEP_TEMP + PATCH_TEMP * program.num_patches + copied,
     )
     return gate.measure(report, partial(compiler.trace_program, "tower", program.num_patches))
 
