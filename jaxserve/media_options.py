@@ -52,7 +52,7 @@ class MediaOptions:
     language_model_only: bool = option(False, "serve a model that reads images for text, without its tower")
     mm_processor_kwargs: Mapping[str, Any] | None = option(
         None,
-        "lower limits of the image processor, such as max_pixels; a request may lower them further",
+        "limits of the image processor, such as max_pixels or max_soft_tokens; a request may lower them further",
         read=read_processor_options,
     )
     max_num_batched_patches: int | None = option(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MOST_PATCHES = 16_384  # of a step, unless an option says how many: 4,096 tokens of Qwen3-VL
 _TIME_LIMIT_S = 20.0  # for one image; the largest that is read takes seconds on a busy machine
-_SERVE_TEXT = 'limit_mm_per_prompt={"image": 0} serves the model for text'
+SERVE_TEXT = 'limit_mm_per_prompt={"image": 0} serves the model for text'
 _LIMITS = ImageLimits()
 _KINDS = ("image",)  # of vLLM's `multi_modal_data`
 
@@ -63,7 +63,7 @@ def choose_images(
     if not media.num_images:
         return None
     if config.scheduler.deterministic:
-        message = f"is not supported beside images; {_SERVE_TEXT}"
+        message = f"is not supported beside images; {SERVE_TEXT}"
         raise ConfigError(message, field="deterministic", value=True)
     settings, lack = read_settings(folder), _find_lack()
     if settings is None or lack is not None:
@@ -74,7 +74,8 @@ def choose_images(
     _make_sources(config)  # it opens nothing, and what is wrong is said before weights are read
     processor = read_processor(tower.processor, settings)
     try:
-        processor = processor.with_options(media.mm_processor_kwargs or {})
+        if media.mm_processor_kwargs is not None:
+            processor = processor.enlarge().with_options(media.mm_processor_kwargs)
     except InvalidRequestError as error:
         raise ConfigError(str(error).removeprefix(f"{error.field}: "), field=error.field, value=error.value) from error
     processor, max_patches = _limit_patches(processor, media.max_num_batched_patches, model.max_model_len)
@@ -102,7 +103,7 @@ def _read_tokens(config: EngineConfig, folder: Path, tokens: ImageTokens) -> Ima
     try:
         return tokens.find_ids(load_tokenizer(config.model.tokenizer or folder).special_tokens)
     except TokenizerError as error:
-        message = f"the ends of an image's rows are tokens whose ids it has: {error}; {_SERVE_TEXT}"
+        message = f"the ends of an image's rows are tokens whose ids it has: {error}; {SERVE_TEXT}"
         raise ConfigError(message, field="tokenizer", value=config.model.tokenizer) from error
 
 
@@ -129,7 +130,7 @@ def _limit_patches(processor: ImageProcessor, given: int | None, max_model_len: 
     if room * per_token < least:
         message = (
             f"an image of this model takes at least {least // per_token} tokens, and {max_model_len} have room for "
-            f"{room} of them; raise it, or {_SERVE_TEXT}"
+            f"{room} of them; raise it, or {SERVE_TEXT}"
         )
         raise ConfigError(message, field="max_model_len", value=max_model_len)
     most = max(least, _MOST_PATCHES) if given is None else given

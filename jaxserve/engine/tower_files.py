@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.images import choose_images
+from jaxserve.engine.images import SERVE_TEXT, choose_images
 from jaxserve.engine.model_files import ModelFiles
 from jaxserve.engine.progress import ShowProgress, hide_progress
+from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.media.options import ImageOptions
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ class TowerFiles:
         if config.model.load_format == "dummy":
             specs = stack_specs(tower_param_specs(self.config), shapes.stack_mode)
             return make_dummy_params(specs, mesh=mesh, rules=DEFAULT_RULES, seed=config.model.seed)
-        with progress("Loading the tower", unit="bytes") as report:
+        with _offer_text(), progress("Loading the tower", unit="bytes") as report:
             params = load_tower(
                 self.config,
                 self.files.find_weights(),
@@ -68,5 +71,16 @@ def locate_tower(config: EngineConfig, files: ModelFiles, model: DecoderConfig) 
     images = choose_images(config, files, model, TOWERS)
     if images is None:
         return None
-    tower = fit_tower(parse_tower(files.hf_config, model, images.processor), config.parallel.tensor_parallel_size)
+    with _offer_text():
+        tower = fit_tower(parse_tower(files.hf_config, model, images.processor), config.parallel.tensor_parallel_size)
     return TowerFiles(replace(tower, max_patches=images.max_patches), images, files)
+
+
+@contextmanager
+def _offer_text() -> Iterator[None]:
+    """Adds to an error of the tower that the model can be served without it."""
+    try:
+        yield
+    except (ConfigError, WeightsError) as error:
+        message = str(error).removeprefix(f"{error.field}: ")
+        raise type(error)(f"{message}; {SERVE_TEXT}", field=error.field, value=error.value) from error

@@ -170,6 +170,7 @@ def _read_full_attention(config: HFConfig, sliding: AttentionConfig, types: list
     by_layer = config.mapping("per_layer_config")
     if by_layer:
         full = {str(index) for index, kind in enumerate(types) if kind == _FULL}
+        by_layer = {key.lstrip("0") or "0": value for key, value in by_layer.items()}  # transformers fills them up
         numbers = [check_mapping("per_layer_config", each) for each in by_layer.values()]
         known = {"head_dim", "num_key_value_heads"}
         if by_layer.keys() != full or any(each != numbers[0] or not each.keys() <= known for each in numbers):

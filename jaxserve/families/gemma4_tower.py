@@ -1,7 +1,8 @@
 """The tower of Gemma 4: a transformer over patches with a norm on both sides of each block, whose vectors are pooled.
 
-Parameters, beside those of the layers: `patches` [values of a patch, D]; `columns` and `rows` [positions, D]; where the
-tower standardizes, `standard` with `bias` and `scale` [D]; and `projection` [D, size of the text model].
+Parameters, beside those of the layers, whose products may have bounds (`linear`): `patches` [values of a patch, D];
+`columns` and `rows` [positions, D]; where the tower standardizes, `standard` with `bias` and `scale` [D]; and
+`projection` [D, size of the text model].
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor
         raise ConfigError(message, field="position_embedding_size", value=side)
     mutual, pads = _read_text(raw)
     if text.layer_input_size is not None and pads:
-        message = f"{pads} must be 0, whose inputs of layers tokens of images have"
+        message = f"must be 0, got {pads}: tokens of images have the layer inputs of padding, which are read from row 0"
         raise ConfigError(message, field="text_config.pad_token_id", value=pads)
     attention = _read_attention(config)
     mlp = MLPConfig(
@@ -218,7 +219,7 @@ def _stack(*bounds: np.ndarray) -> np.ndarray:
 
 
 def _take_equal(names: list[str], *bounds: np.ndarray) -> np.ndarray:
-    """Returns the bound of products that share their input, and therefore are one; WeightsError if it is not one."""
+    """Returns the bound of the input that products share, which are one here; WeightsError if they have others."""
     if any(bound != bounds[0] for bound in bounds):
         message = f"bounds of what goes in must be equal, not {', '.join(map(str, bounds))}: they are one product"
         raise WeightsError(message, field=", ".join(names))
@@ -252,7 +253,7 @@ def run(
 
 
 def _pool(config: TowerConfig, standard: Leaves | None, x: Stream) -> Float[Array, "M D"]:
-    """Returns the mean of each square in the dtype of `x`; float32 in between, as its numbers can be large."""
+    """Returns the mean of each square times the root of D, standardized; float32 in between, as it can be large."""
     squares = x.reshape(-1, config.merge_size**2, x.shape[-1]).astype(jnp.float32)
     pooled = jnp.mean(squares, axis=1).astype(x.dtype).astype(jnp.float32) * math.sqrt(x.shape[-1])
     if standard is not None:

@@ -13,7 +13,9 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.images import choose_images, describe_images
+from jaxserve.engine.model_files import locate_model, resolve_model
 from jaxserve.engine.prompts import RequestFactory
+from jaxserve.engine.tower_files import locate_tower
 from jaxserve.errors import ConfigError, InvalidRequestError, MissingPackageError
 from jaxserve.media.positions import find_positions
 from jaxserve.sampling_params import SamplingParams
@@ -28,6 +30,7 @@ from tests.engine.image_models import (
     make_model,
     make_tower,
 )
+from tests.families.towers import FOLDER
 
 PARAMS = SamplingParams(temperature=0)
 
@@ -294,3 +297,10 @@ def test_files_that_are_allowed_are_read(folder: Path, tmp_path: Path) -> None:
     part = {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a.png"}}
     assert made.make_chat(ask(part), PARAMS).images.items[0].num_tokens == 24  # type: ignore[union-attr]
     made.images.close()  # type: ignore[union-attr]
+
+
+def test_an_error_of_a_tower_says_that_text_can_be_served() -> None:
+    config = EngineConfig.from_options(model=str(FOLDER / "qwen3_vl"), tensor_parallel_size=4, skip_tokenizer_init=True)
+    files = locate_model(config.model)
+    with pytest.raises(ConfigError, match=r"of the tower .*sizes that work: \[1, 2\]; limit_mm_per_prompt=.* for text"):
+        locate_tower(config, files, resolve_model(config, files))

@@ -54,6 +54,16 @@ def test_published_configs_spell_the_heads_of_full_layers_in_another_way() -> No
     assert parse_config(published | {"attention_k_eq_v": False}).layers[2].attention.num_kv_heads == 2
 
 
+def test_transformers_fills_up_the_numbers_of_layers() -> None:
+    types = ["sliding_attention"] * 9 + ["full_attention"] + ["sliding_attention"] * 9 + ["full_attention"]
+    deep = EQUAL | {"num_hidden_layers": 20, "layer_types": types}
+    heads = EQUAL["per_layer_config"]["2"]
+    plain, filled = (deep | {"per_layer_config": dict.fromkeys(keys, heads)} for keys in (("9", "19"), ("09", "19")))
+    assert parse_config(plain) == parse_config(filled)
+    with pytest.raises(ConfigError, match="per_layer_config"):
+        parse_config(deep | {"per_layer_config": dict.fromkeys(("90", "19"), heads)})
+
+
 def test_multimodal_checkpoints_are_read_for_their_decoder() -> None:
     config = parse_config({"model_type": "gemma4", "text_config": SHARED, "vision_config": {"x": 1}})
     names = {name for parameter in list_params(config).values() for name in parameter.source.names}

@@ -122,7 +122,9 @@ def test_faults_of_a_config_are_named(keys: dict[str, Any], field: str) -> None:
 
 
 def test_images_have_the_layer_inputs_of_id_0() -> None:
-    with pytest.raises(ConfigError, match="3 must be 0, whose inputs of layers tokens of images have") as caught:
+    with pytest.raises(
+        ConfigError, match="must be 0, got 3: tokens of images have the layer inputs of padding"
+    ) as caught:
         parse(text={"pad_token_id": 3})
     assert caught.value.field == "text_config.pad_token_id"
     parse(text={"pad_token_id": 3, "hidden_size_per_layer_input": 0})

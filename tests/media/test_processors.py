@@ -143,6 +143,16 @@ def test_options_of_a_request_make_images_smaller(name: str, options: dict[str, 
     assert processor.make_item(processor.resize(image, "image")).num_tokens == tokens
 
 
+def test_a_server_may_choose_the_largest_images_of_a_family() -> None:
+    """Gemma 4's tower reads five sizes, of which a checkpoint's processor names one."""
+    image = picture(480, 640)
+    large = make("gemma4").enlarge().with_options({"max_soft_tokens": 1120})
+    assert large.make_item(large.resize(image, "image")).num_tokens == 28 * 38
+    assert make("qwen3_vl").enlarge() == make("qwen3_vl")
+    with pytest.raises(InvalidRequestError, match="must be one of 70, 140, 280, got 100"):
+        make("gemma4").with_options({"max_soft_tokens": 100})
+
+
 @pytest.mark.parametrize(
     ("name", "options", "field"),
     [

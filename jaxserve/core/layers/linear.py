@@ -49,7 +49,7 @@ def linear(
     transposed: bool = False,
     dtype: jnp.dtype | None = None,
 ) -> Float[Array, "*parts T out"]:
-    """Returns `x` times the weight [in, out], plus the bias, in the dtype of `x`, both between their bounds if any.
+    """Returns `x` times the weight [in, out], plus the bias, in the dtype of `x`; both sides are cut at their bounds.
 
     A weight [parts, in, out] gives [parts, T, out] in one launch. As one product of [in, parts, out] it is no faster on
     CPU, and TPU v5e's compiler then copies the weights of all layers into another layout, in each layer.

@@ -30,11 +30,11 @@ class TowerConfig:
     `blocks` are its transformer, without causal masks; its embedding and its head are not used, and its family is that
     of the text model. `merge_size`: a square of so many patches on each side is one vector. The outputs of
     `deep_layers` (ascending) become vectors, too, which are added behind the text model's first layers, one for each.
-    `positions` is the side of a square table of positions. `rope` rotates each half of a head by a coordinate of the
-    patch. The vectors of Pixtral's towers go through a `projector`, behind a norm of their own (`merger_norm`) and a
-    product that joins a square's patches, if there is one. Those of Gemma 4's towers may have products between bounds
-    (`clips`), and are rescaled (`standardizes`). In the `mutual` layers of the text model the tokens of an image see
-    each other, wherever they are in it. The images of a step have at most `max_patches`.
+    `positions` is the side of a square table of positions, or the length of two tables. `rope` rotates each half of a
+    head by a coordinate of the patch. The vectors of Pixtral's towers go through a `projector`, behind a norm of their
+    own (`merger_norm`) and a product that joins a square's patches, if there is one. Those of Gemma 4's towers may have
+    products between bounds (`clips`), and are rescaled (`standardizes`). In the `mutual` layers of the text model the
+    tokens of an image see each other, wherever they are in it. The images of a step have at most `max_patches`.
     """
 
     blocks: DecoderConfig

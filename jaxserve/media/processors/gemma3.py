@@ -62,6 +62,10 @@ class Gemma3Shape:
         """Returns the patches row by row, each [colours, rows, columns]."""
         return cut_rows(pixels, self.patch_size)
 
+    def enlarge(self) -> Self:
+        """Returns the shape: the checkpoint's are the largest."""
+        return self
+
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
         """Returns the shape, which has no options."""
         read_limits(options, {}, field)

@@ -72,11 +72,16 @@ class Gemma4Shape:
         """Returns the patches row by row, each [rows, columns, colours]. transformers pads their number; here none."""
         return cut_rows(pixels, self.patch_size, colours_last=True)
 
+    def enlarge(self) -> Self:
+        """Returns the shape of 1,120 tokens."""
+        return replace(self, max_soft_tokens=SOFT_TOKENS[-1])
+
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
         """Returns the shape with `max_soft_tokens`."""
         given = read_limits(options, {"max_soft_tokens": self.max_soft_tokens}, field)
         if not set(given.values()) <= set(SOFT_TOKENS):
-            message = f"must be one of {', '.join(map(str, SOFT_TOKENS))}, got {given['max_soft_tokens']}"
+            fitting = (count for count in SOFT_TOKENS if count <= self.max_soft_tokens)
+            message = f"must be one of {', '.join(map(str, fitting))}, got {given['max_soft_tokens']}"
             raise InvalidRequestError(message, field=f"{field}.max_soft_tokens", value=given["max_soft_tokens"])
         return replace(self, **given)
 

@@ -67,6 +67,10 @@ class PixtralShape:
         """Returns the patches row by row, each [colours, rows, columns]."""
         return cut_rows(pixels, self.patch_size)
 
+    def enlarge(self) -> Self:
+        """Returns the shape: the checkpoint's are the largest."""
+        return self
+
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
         """Returns the shape with `longest_edge`."""
         return replace(self, **read_limits(options, {"longest_edge": self.longest_edge}, field))

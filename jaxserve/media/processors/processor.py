@@ -51,6 +51,9 @@ class ImageShape(Protocol):
     def cut(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Returns [3, height, width] as patches [rows x columns, values of a patch], in the tower's order."""
 
+    def enlarge(self) -> Self:
+        """Returns the shape of the largest images that the family knows, which a server's options may choose from."""
+
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
         """Returns the shape with a request's `mm_processor_kwargs`, which may only make images smaller.
 
@@ -132,6 +135,10 @@ class ImageProcessor:
 
         patches = np.frombuffer(item.patches, np.uint8).reshape(item.num_patches, -1)
         return self.form.make_table()[self.list_colours(), patches]
+
+    def enlarge(self) -> ImageProcessor:
+        """Returns the processor of the largest images, as `ImageShape.enlarge`."""
+        return replace(self, shape=self.shape.enlarge())
 
     def with_options(self, options: Mapping[str, Any], field: str = "mm_processor_kwargs") -> ImageProcessor:
         """Returns the processor with a request's options, as `ImageShape.with_options`."""

@@ -94,6 +94,10 @@ class Qwen3VLShape:
         # block rows, columns; rows, columns in it; colour; pixels
         return blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1)
 
+    def enlarge(self) -> Self:
+        """Returns the shape: the checkpoint's are the largest."""
+        return self
+
     def with_options(self, options: Mapping[str, Any], field: str) -> Self:
         """Returns the shape with `min_pixels` and `max_pixels`."""
         least = self.block**2
