@@ -37,7 +37,7 @@ def wrap(text: dict[str, Any], **outer: Any) -> dict[str, Any]:
 def test_multimodal_checkpoints_are_served_as_text(text: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         config = parse_config(wrap(text))
-    assert "the language model; only images need model.visual.*" in caplog.text
+    assert "the language model; only other inputs need model.visual.*" in caplog.text
     plain = parse_config(text)
     assert replace(drop_sections(config), family=plain.family) == plain
     names = {name for source in weight_sources(config).values() for name in source.names}
