@@ -156,9 +156,8 @@ def _rename(source: WeightSource) -> WeightSource:
 
 def _describe_kernel(config: TowerConfig) -> tuple[int, int, int]:
     """Returns colours, rows and columns of a patch, in the order of its values."""
-    shape = config.processor.shape
-    assert isinstance(shape, Gemma3Shape)
-    return COLOURS, shape.patch_size, shape.patch_size
+    patch_size = config.processor.shape.patch_size
+    return COLOURS, patch_size, patch_size
 
 
 def _find_pooled_norm(config: TowerConfig) -> NormConfig:

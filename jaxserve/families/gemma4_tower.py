@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -48,7 +47,7 @@ from jaxserve.core.models.tower_parts import (
     run_blocks,
 )
 from jaxserve.core.sharding import Axes
-from jaxserve.errors import ConfigError, WeightsError
+from jaxserve.errors import ConfigError, WeightsError, shorten
 from jaxserve.families.gemma2 import NORMS
 from jaxserve.media.processors import ImageProcessor
 from jaxserve.media.processors.gemma4 import Gemma4Shape
@@ -99,9 +98,9 @@ def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor
     if side < longest:
         message = f"{side} positions are too few for an image of {longest} patches on one side"
         raise ConfigError(message, field="position_embedding_size", value=side)
-    mutual, pads = _read_text(raw)
-    if text.layer_input_size is not None and pads:
-        message = f"must be 0, got {pads}: tokens of images have the layer inputs of padding, which are read from row 0"
+    words = check_mapping("text_config", raw.get("text_config"))
+    if text.layer_input_size is not None and (pads := words.get("pad_token_id")) not in (0, None):
+        message = f"must be 0, got {shorten(pads)}: tokens of images have the layer inputs of padding, those of row 0"
         raise ConfigError(message, field="text_config.pad_token_id", value=pads)
     attention = _read_attention(config)
     mlp = MLPConfig(
@@ -117,16 +116,13 @@ def parse(raw: Mapping[str, Any], text: DecoderConfig, processor: ImageProcessor
         rope=read_axial_rope(config, attention.head_dim // 2, _THETA),
         clips=config.flag("use_clipped_linears"),
         standardizes=config.flag("standardize"),
-        mutual="windowed" if mutual else None,
+        mutual="windowed" if _shows_whole(raw) else None,
     )
 
 
-def _read_text(raw: Mapping[str, Any]) -> tuple[bool, int]:
-    """Returns whether tokens of an image see each other, and the id of padding, both keys of `text_config`."""
-    text = check_mapping("text_config", raw.get("text_config"))
-    padding = text.get("pad_token_id")
-    where = "text_config.pad_token_id"
-    return text.get("use_bidirectional_attention") is not None, check_integer(where, padding or 0, minimum=0)
+def _shows_whole(raw: Mapping[str, Any]) -> bool:
+    """Whether tokens of an image see each other, as in all but the smallest models."""
+    return check_mapping("text_config", raw.get("text_config")).get("use_bidirectional_attention") is not None
 
 
 def _read_attention(config: HFConfig) -> AttentionConfig:
@@ -144,18 +140,21 @@ def _read_attention(config: HFConfig) -> AttentionConfig:
 def read_tokens(raw: Mapping[str, Any]) -> ImageTokens:
     """Returns the tokens of an image. The chat template writes the placeholder alone."""
     placeholder = check_integer("image_token_id", raw.get("image_token_id", _PLACEHOLDER_ID), minimum=0)
-    apart = _read_text(raw)[0]
     return ImageTokens(
-        mark=_MARK, placeholder=_MARK, placeholder_id=placeholder, before=_START, after=_END, apart=apart
+        mark=_MARK,
+        placeholder=_MARK,
+        placeholder_id=placeholder,
+        before=_START,
+        after=_END,
+        apart=_shows_whole(raw),
     )
 
 
 def list_params(config: TowerConfig) -> Table:
     """Returns all parameters by dotted path ("layers.0.qkv.weight")."""
-    blocks, size, shape = config.blocks, config.blocks.hidden_size, config.processor.shape
-    assert isinstance(shape, Gemma4Shape)
+    blocks, size, patch_size = config.blocks, config.blocks.hidden_size, config.processor.shape.patch_size
     embedder = f"{_TOWER}.patch_embedder"
-    table = projection_params(blocks, "patches", f"{embedder}.input_proj", (COLOURS * shape.patch_size**2, size))
+    table = projection_params(blocks, "patches", f"{embedder}.input_proj", (COLOURS * patch_size**2, size))
     for index, name in enumerate(("columns", "rows")):
         spec = ParamSpec((config.positions, size), blocks.dtype, (None, None), "normal")
         source = make_source(
@@ -201,7 +200,7 @@ def _list_ranges(layer: CheckpointLayer) -> Table:
             ("in", (), (), partial(_take_equal, names)),
             ("out", shape, axes, build),
         ):
-            spec = ParamSpec((2, *form), layer.config.dtype, (None, *form_axes), "arange")
+            spec = ParamSpec((2, *form), layer.config.dtype, (None, *form_axes), "bounds")
             tensors = tuple(f"{name}.{side}put_{bound}" for bound in ("min", "max") for name in names)
             source = make_source(tensors, ((),) * len(tensors), partial(_pair, make, spec.shape))
             table[f"{leaf}.{side}_range"] = Parameter(spec, source)
@@ -224,13 +223,6 @@ def _take_equal(names: list[str], *bounds: np.ndarray) -> np.ndarray:
         message = f"bounds of what goes in must be equal, not {', '.join(map(str, bounds))}: they are one product"
         raise WeightsError(message, field=", ".join(names))
     return bounds[0]
-
-
-def describe_inputs(config: TowerConfig, num_patches: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays of N patches, as `describe_squares`."""
-    shape = config.processor.shape
-    assert isinstance(shape, Gemma4Shape)
-    return describe_squares(num_patches, shape.patch_size)
 
 
 def run(
@@ -268,6 +260,6 @@ TOWER = Tower(
     tokens=read_tokens,
     table=list_params,
     arrange=arrange_squares,
-    inputs=describe_inputs,
+    inputs=describe_squares,
     run=run,
 )

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -149,9 +148,8 @@ def read_tokens(raw: Mapping[str, Any]) -> ImageTokens:
 def list_params(config: TowerConfig) -> Table:
     """Returns all parameters by dotted path ("layers.0.qkv.weight")."""
     blocks, size = config.blocks, config.blocks.hidden_size
-    shape = config.processor.shape
-    assert isinstance(shape, PixtralShape)
-    kernel = COLOURS, shape.patch_size, shape.patch_size
+    patch_size = config.processor.shape.patch_size
+    kernel = COLOURS, patch_size, patch_size
     table = patch_params(blocks, f"{_TOWER}.patch_conv", kernel, bias=False)
     table |= wide_norm_params(blocks, "pre_norm", f"{_TOWER}.ln_pre", size)
     for index in range(blocks.num_layers):
@@ -190,13 +188,6 @@ def _order_squares(size: int) -> Any:
     return build
 
 
-def describe_inputs(config: TowerConfig, num_patches: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays of N patches, as `describe_squares`."""
-    shape = config.processor.shape
-    assert isinstance(shape, PixtralShape)
-    return describe_squares(num_patches, shape.patch_size)
-
-
 def run(
     config: TowerConfig, params: Mapping[str, Any], arrays: Mapping[str, Array], ctx: LayerContext
 ) -> Float[Array, "M 1 D"]:
@@ -225,6 +216,6 @@ TOWER = Tower(
     tokens=read_tokens,
     table=list_params,
     arrange=arrange_squares,
-    inputs=describe_inputs,
+    inputs=describe_squares,
     run=run,
 )

@@ -44,13 +44,15 @@ _RECURRENT_TYPES: dict[str, str] = {
     "qwen4_exp": "it has an indexer and hyper connections, which are not served yet",
     "glm5_next": "it has an indexer, which is not served yet",
 }
+_NO_TOWER = {"gemma4_unified": "its images have no tower; gemma4 is served"}  # by model type
 
 
 def describe_kind(hf_config: Mapping[str, object]) -> str | None:
     """Returns which unsupported kind of model a config.json describes, and what to give instead; None if none."""
     architectures = hf_config.get("architectures")
     names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
-    found = _describe_encoder(hf_config, names) or _describe_recurrence(str(hf_config.get("model_type")))
+    model_type = str(hf_config.get("model_type"))
+    found = _describe_encoder(hf_config, names) or _NO_TOWER.get(model_type) or _describe_recurrence(model_type)
     found = found or next((kind for keys, kind in _KINDS if any(hf_config.get(key) for key in keys)), None)
     if found is not None:
         return found

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.core.layers.stack import StackMode, stack_specs
 from jaxserve.core.models.layouts import order_quarters
 from jaxserve.core.models.tower import TowerConfig
 from jaxserve.core.sharding import DEFAULT_RULES, make_mesh
+from jaxserve.core.weights import make_dummy_params
 from jaxserve.core.weights.tower import load_tower
 from jaxserve.errors import ConfigError, WeightsError
 from jaxserve.families.registry import parse_config
@@ -69,6 +71,16 @@ def test_bounds_are_one_for_each_column() -> None:
     for side, bound in enumerate(("min", "max")):
         for part, heads in zip("qkv", found[side].swapaxes(0, 1), strict=True):
             np.testing.assert_array_equal(heads, tensors[name.format(part, bound)])
+
+
+@pytest.mark.parametrize("mode", ["unrolled", "stacked"])
+def test_bounds_of_random_weights_leave_numbers_between_them(mode: StackMode) -> None:
+    specs = stack_specs(tower_param_specs(read_tower(NAME)), mode)
+    params = make_dummy_params(specs, mesh=make_mesh(1, jax.devices()[:1]), rules=DEFAULT_RULES, seed=0)
+    for leaf in params["layers"][1].values():
+        for low, high in (leaf[side] for side in ("in_range", "out_range") if side in leaf):
+            assert (low < 0).all() and (high > 0).all()
+    assert {"in_range", "out_range"} <= params["layers"][1]["qkv"].keys()
 
 
 def test_products_that_are_one_must_have_one_bound(tmp_path: Path) -> None:
@@ -128,3 +140,9 @@ def test_images_have_the_layer_inputs_of_id_0() -> None:
         parse(text={"pad_token_id": 3})
     assert caught.value.field == "text_config.pad_token_id"
     parse(text={"pad_token_id": 3, "hidden_size_per_layer_input": 0})
+
+
+def test_the_model_without_a_tower_is_refused_by_its_kind() -> None:
+    with pytest.raises(ConfigError, match="its images have no tower; gemma4 is served") as caught:
+        parse_config({"model_type": "gemma4_unified", "text_config": {}, "vision_config": {"x": 1}})
+    assert caught.value.field == "model_type"

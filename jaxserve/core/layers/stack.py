@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -68,10 +68,26 @@ class LayerStack:
             taken[name] = jax.tree.map(take, leaf)
         return taken
 
-    def take(self, layer: jax.Array) -> dict[str, Any]:
-        """Returns the leaves of a layer whose number a program computes; all layers must have equal leaves."""
-        (group,) = self.groups
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, keepdims=False), group)
+
+Layers = Sequence[Tree] | LayerStack
+"""The layers of a runtime tree."""
+
+
+def fold_layers[C](layers: Layers, first: int, end: int, run: Callable[[Tree, C], C], carry: C) -> C:
+    """Returns what `run` makes of `carry` in layers `first` to `end` - 1, one after another, each given its leaves.
+
+    Stacked layers, which must then have equal leaves, run in a loop of the program: it holds `run` once.
+    """
+    if isinstance(layers, LayerStack):
+        (group,) = layers.groups
+
+        def run_at(index: jax.Array, carry: C) -> C:
+            return run(jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), group), carry)
+
+        return lax.fori_loop(first, end, run_at, carry)
+    for leaves in layers[first:end]:
+        carry = run(leaves, carry)
+    return carry
 
 
 def stack_params(params: dict[str, Any], mode: StackMode) -> dict[str, Any]:

@@ -35,9 +35,9 @@ from pallas_kernels import XLA_PRODUCTS, QuantizedProducts
 class ParamSpec:
     """One parameter: everything needed to allocate, shard or initialise it.
 
-    `axes` are logical (sharding.py). `init` is "normal" (standard deviation 0.02), "zeros", "ones" or, for the parts of
-    a quantized matrix, "values", "scales" (together about normal) or "arange". `piece_axis` is the axis of experts,
-    along which a layer's parameter may be read in pieces.
+    `axes` are logical (sharding.py). `init` is "normal" (standard deviation 0.02), "zeros", "ones", "bounds" (two) or,
+    for the parts of a quantized matrix, "values", "scales" (together about normal) or "arange". `piece_axis` is the
+    axis of experts, along which a layer's parameter may be read in pieces.
     """
 
     shape: tuple[int, ...]

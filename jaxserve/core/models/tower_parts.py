@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from jaxserve.core.layers.linear import linear
 from jaxserve.core.layers.mlp import MLPConfig
 from jaxserve.core.layers.norm import NormConfig
 from jaxserve.core.layers.rope import RopeConfig
-from jaxserve.core.layers.stack import LayerStack
+from jaxserve.core.layers.stack import Layers, fold_layers
 from jaxserve.core.models.base import DecoderConfig, LayerKind, Leaves, Stream, Table
 from jaxserve.core.models.blocks import pre_norm_layer
 from jaxserve.core.models.hf_config import HFConfig, check_number
@@ -106,10 +105,11 @@ def arrange_squares(config: TowerConfig, items: Sequence[MediaItem]) -> dict[str
     return {"patches": np.concatenate(patches), "places": np.concatenate(places)}
 
 
-def describe_squares(num_patches: int, patch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+def describe_squares(config: TowerConfig, num_patches: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the arrays of N patches: bytes, and their rows and columns."""
+    values = COLOURS * config.processor.shape.patch_size**2
     return {
-        "patches": jax.ShapeDtypeStruct((num_patches, COLOURS * patch_size**2), jnp.uint8),
+        "patches": jax.ShapeDtypeStruct((num_patches, values), jnp.uint8),
         "places": jax.ShapeDtypeStruct((num_patches, 2), jnp.int32),
     }
 
@@ -140,7 +140,7 @@ def embed_patches(
 
 def run_blocks(
     config: TowerConfig,
-    layers: Sequence[Leaves] | LayerStack,
+    layers: Layers,
     x: Stream,
     ctx: LayerContext,
     *,
@@ -149,25 +149,21 @@ def run_blocks(
 ) -> list[Stream]:
     """Returns the stream behind the blocks `stops`, ascending, and behind the last one.
 
-    Keys and values are in the context's pool. Stacked blocks run in a loop, one compiled block for all: a TPU's
-    compiler takes ten seconds for each further one.
+    Keys and values are in the context's pool. The blocks are alike, so those that are stacked run in a loop
+    (`fold_layers`): a TPU's compiler takes ten seconds for each further one.
 
     Args:
         layer: the function of a block.
     """
     (kind,) = set(config.blocks.layers)
 
-    def run(index: Any, carry: tuple[Stream, Any]) -> tuple[Stream, Any]:
+    def run(leaves: Leaves, carry: tuple[Stream, Any]) -> tuple[Stream, Any]:
         stream, pool = carry
-        leaves = layers.take(index) if isinstance(layers, LayerStack) else layers[index]
         return layer(config.blocks, kind, leaves, stream, replace(ctx, pool=pool))
 
     streams, carry, first = [], (x, ctx.pool), 0
     for end in (*(stop + 1 for stop in stops), config.blocks.num_layers):
-        if isinstance(layers, LayerStack):
-            carry = lax.fori_loop(first, end, run, carry)
-        else:
-            carry = functools.reduce(lambda last, index: run(index, last), range(first, end), carry)
+        carry = fold_layers(layers, first, end, run, carry)
         streams.append(carry[0])
         first = end
     return streams

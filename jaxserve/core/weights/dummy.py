@@ -21,6 +21,7 @@ from jaxserve.core.weights.paths import flatten_specs
 # The usual initial scale of published decoders: unit-variance inputs give logits of magnitude about 0.02 * sqrt(D).
 _STANDARD_DEVIATION = 0.02
 _VALUE_SCALE = _STANDARD_DEVIATION / 3  # quantized values then fill four bits
+_BOUND = 8  # on both sides of zero
 
 
 def make_dummy_params(specs: Any, *, mesh: Mesh, rules: AxisRules, seed: int) -> Any:
@@ -47,10 +48,8 @@ def stream_dummy_params(specs: Any, *, mesh: Mesh, rules: AxisRules, seed: int) 
 
 def _initialise(spec: ParamSpec, stream: jax.Array) -> jax.Array:
     match spec.init:
-        case "zeros":
-            return jnp.zeros(spec.shape, spec.dtype)
-        case "ones":
-            return jnp.ones(spec.shape, spec.dtype)
+        case "zeros" | "ones":
+            return jnp.full(spec.shape, spec.init == "ones", spec.dtype)
         case "normal":
             return _normal(spec.shape, stream).astype(spec.dtype)
         case "values":
@@ -59,6 +58,9 @@ def _initialise(spec: ParamSpec, stream: jax.Array) -> jax.Array:
             return jnp.full(spec.shape, _VALUE_SCALE, spec.dtype)
         case "arange":
             return jnp.arange(spec.shape[-1], dtype=spec.dtype) * jnp.ones(spec.shape, spec.dtype)
+        case "bounds":
+            sides = lax.broadcasted_iota(jnp.int32, spec.shape, int(spec.axes[0] == "layers"))
+            return ((2 * sides - 1) * _BOUND).astype(spec.dtype)
         case _:
             raise ValueError(f"init: {spec.init!r} is not one of ParamSpec's")
 

@@ -25,6 +25,10 @@ class ImageShape(Protocol):
     family: ClassVar[str]
 
     @property
+    def patch_size(self) -> int:
+        """The pixels of a patch on each side."""
+
+    @property
     def most_patches(self) -> int:
         """The patches that no image has more of."""
 
